@@ -1,0 +1,174 @@
+"""What a page's bytes mean. Two pools may exchange pages only if their layouts have one fingerprint.
+
+A page is one contiguous slot:
+
+    [ header 128 B | layer 0: stream 0 codes, stream 0 scales, stream 1 codes, ... | layer 1: ... | pad to 64 B ]
+
+GQA has two streams a layer: `key` and `value`, each [kv_heads, page_tokens, head_dim] (head-major).
+MLA has two: `latent` [1, page_tokens, kv_lora_rank] and `rope` [1, page_tokens, rope_dim]; values are the latent.
+Scales are fp32, one per (head, token) row: [heads, page_tokens]. The `none` format has no scales.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+
+from kvstore.errors import InvalidInput, LayoutMismatch
+
+HEADER_BYTES = 128
+SLOT_ALIGN_BYTES = 64
+MAX_PAGE_TOKENS = 1024
+
+
+class AttentionKind(StrEnum):
+    GQA = "gqa"
+    MLA = "mla"
+
+
+class KvFormat(StrEnum):
+    """How KV elements are kept in a page. FP8 and INT4 are named here and refused until their codecs exist."""
+
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+    INT4 = "int4"
+
+
+WORKING_FORMATS = frozenset({KvFormat.NONE, KvFormat.INT8})
+
+
+class HeadOrder(StrEnum):
+    HEAD_MAJOR = "head_major"
+    TOKEN_MAJOR = "token_major"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream of a layer. Offsets are bytes from the start of the layer; `scale_bytes` is 0 for `none`."""
+
+    name: str
+    heads: int
+    width: int
+    codes_offset: int
+    codes_bytes: int
+    scales_offset: int
+    scale_bytes: int
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Describes one rank's pages. Every field is part of the fingerprint.
+
+    `key_width`/`value_width` are head_dim for GQA; for MLA they are kv_lora_rank and the rope width.
+    `element` is the stored type of the `none` format: fp32, fp16 or bf16.
+    """
+
+    model: str
+    kind: AttentionKind
+    layers: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    page_tokens: int
+    kv_format: KvFormat = KvFormat.INT8
+    element: str = "fp32"
+    scale_type: str = "fp32_per_head_token"
+    order: HeadOrder = HeadOrder.HEAD_MAJOR
+    tp_rank: int = 0
+    tp_size: int = 1
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "key_width", "value_width", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidInput("bad_layout", f"layout.{name} must be at least 1", field=f"layout.{name}")
+        if self.page_tokens > MAX_PAGE_TOKENS or self.page_tokens % 4:
+            raise InvalidInput(
+                "bad_layout",
+                f"layout.page_tokens must be a multiple of 4 up to {MAX_PAGE_TOKENS}",
+                field="layout.page_tokens",
+            )
+        if self.kind is AttentionKind.MLA and self.kv_heads != 1:
+            raise InvalidInput("bad_layout", "an MLA layout has one latent head", field="layout.kv_heads")
+        if self.element not in _ELEMENT_BYTES:
+            raise InvalidInput("bad_layout", f"layout.element {self.element!r} is unknown", field="layout.element")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one stored code."""
+        return 1 if self.kv_format is not KvFormat.NONE else _ELEMENT_BYTES[self.element]
+
+    @property
+    def has_scales(self) -> bool:
+        return self.kv_format is not KvFormat.NONE
+
+    @cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        names = ("key", "value") if self.kind is AttentionKind.GQA else ("latent", "rope")
+        out: list[Stream] = []
+        offset = 0
+        for name, width in zip(names, (self.key_width, self.value_width), strict=True):
+            codes = self.kv_heads * self.page_tokens * width * self.element_bytes
+            scales = self.kv_heads * self.page_tokens * 4 if self.has_scales else 0
+            out.append(Stream(name, self.kv_heads, width, offset, codes, offset + codes, scales))
+            offset += codes + scales
+        return tuple(out)
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        last = self.streams[-1]
+        return last.scales_offset + last.scale_bytes
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of one page: header, layers, padding."""
+        raw = HEADER_BYTES + self.layers * self.layer_bytes
+        return -(-raw // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` positions."""
+        return -(-tokens // self.page_tokens)
+
+    def canonical(self) -> str:
+        """Canonical JSON of all fields; what the fingerprint hashes and what peers exchange."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63-bit fingerprint, also written into every page header."""
+        return int.from_bytes(hashlib.blake2b(self.canonical().encode(), digest_size=8).digest(), "little") >> 1
+
+
+_ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def layout_from_canonical(text: str) -> PageLayout:
+    """Parses a peer's `canonical()` text. Raises InvalidInput for unknown or missing fields."""
+    try:
+        raw = json.loads(text)
+        known = {f.name for f in fields(PageLayout)}
+        unknown = sorted(set(raw) - known)
+        if unknown:
+            raise InvalidInput("bad_layout", f"unknown layout field {unknown[0]!r}", field=f"layout.{unknown[0]}")
+        raw["kind"] = AttentionKind(raw["kind"])
+        raw["kv_format"] = KvFormat(raw["kv_format"])
+        raw["order"] = HeadOrder(raw["order"])
+        return PageLayout(**raw)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidInput("bad_layout", f"peer layout cannot be read: {error}", field="layout") from error
+
+
+def require_same_layout(ours: PageLayout, theirs: PageLayout) -> None:
+    """Raises LayoutMismatch naming the first differing field."""
+    for field in fields(PageLayout):
+        mine, peer = getattr(ours, field.name), getattr(theirs, field.name)
+        if mine != peer:
+            raise LayoutMismatch(
+                "layout_mismatch",
+                f"page layouts differ in {field.name}: ours {mine}, the peer's {peer}",
+                field=f"layout.{field.name}",
+            )

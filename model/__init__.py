@@ -1,0 +1,1 @@
+"""The transformer: config, weights, families, attention kernels, tokenizer, sampling."""

@@ -1,0 +1,1 @@
+"""Paged attention: one interface (base.py) and its backends: reference (torch), cpu (numba), gpu (Triton)."""

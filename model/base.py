@@ -1,0 +1,79 @@
+"""What a served model is, to the rooms above. Shape suffixes: N packed tokens, R rows that want logits, V vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvstore.layout import KvFormat, PageLayout
+from model.attention.base import KvStep
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Identity and limits of a loaded model."""
+
+    name: str
+    revision: str  # digest of the weights; part of prefix keys and layouts
+    tokenizer_digest: str
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+class LanguageModel(Protocol):
+    info: ModelInfo
+
+    def layout(self, page_tokens: int, kv_format: KvFormat) -> PageLayout:
+        """The page layout that this model's KV needs."""
+        ...
+
+    def forward(
+        self,
+        token_ids_N: npt.NDArray[np.int64],
+        position_N: npt.NDArray[np.int64],
+        logits_at_R: npt.NDArray[np.int64],
+        kv: KvStep,
+    ) -> Tensor:
+        """Runs the packed tokens through all layers; returns fp32 logits [R, V] at the packed indices `logits_at_R`."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `digest` identifies vocabulary and rules."""
+
+    digest: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str:
+        """The raw text of one token, for logprobs."""
+        ...
+
+    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """Renders the chat template in a sandbox. Raises InvalidInput(reason 'bad_chat_template' | 'bad_role')."""
+        ...
+
+    def stream(self) -> TextStream:
+        """A fresh incremental detokenizer."""
+        ...
+
+
+class TextStream(Protocol):
+    """Incremental detokenizing that never emits half a character."""
+
+    def push(self, token_id: int) -> str:
+        """Text that became complete; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """The rest (an incomplete character becomes U+FFFD)."""
+        ...
