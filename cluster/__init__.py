@@ -1,0 +1,1 @@
+"""Gateway, router, configuration, launch and command line of a Genlock cluster."""

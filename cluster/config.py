@@ -1,0 +1,320 @@
+"""The one reader of configuration: defaults < file < environment < flags. Everything else gets a frozen `Config`.
+
+    file          YAML or TOML: sections with fields, e.g. `cache: {page_tokens: 64}`
+    environment   GENLOCK_<SECTION>_<FIELD>, e.g. GENLOCK_CACHE_PAGE_TOKENS=64
+    flags         section.field -> value, made by the command line
+
+This module is pure: the environment and the file's text are arguments. Every value remembers where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from kvstore.errors import InvalidInput
+from kvstore.layout import MAX_PAGE_TOKENS, WORKING_FORMATS
+
+ENV_PREFIX = "GENLOCK_"
+# Read by the command line itself, not settings of the cluster.
+ENV_NOT_SETTINGS = frozenset({"GENLOCK_CONFIG", "GENLOCK_ENDPOINT", "GENLOCK_TOKEN"})
+MASK = "********"
+SECRET_BYTES = 32
+DEFAULT_SOURCE = "default"
+
+# Kubernetes writes such variables into every pod for a Service whose name starts with "genlock".
+_SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
+_SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
+
+
+def _setting(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+    check: Callable[[Any], str] | None = None,
+) -> Any:
+    """A field with its rules. `check` returns what is wrong with a value, or an empty text."""
+    rules = {"doc": doc, "low": low, "high": high, "choices": choices, "secret": secret, "check": check}
+    return field(default=default, metadata=rules)
+
+
+def _page_tokens(value: int) -> str:
+    return "" if value % 4 == 0 else "must be a multiple of 4"
+
+
+def _hex_secret(value: str) -> str:
+    if value and not re.fullmatch(r"[0-9a-fA-F]{32,128}", value):
+        return "must be 32 to 128 hexadecimal digits, or empty for a random one"
+    return ""
+
+
+def _not_blank(value: str) -> str:
+    return "" if value.strip() else "must not be empty"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = _setting("smollm2", "Model to serve: a known name.", check=_not_blank)
+    path: str = _setting("", "Folder or file of the checkpoint; empty: where the named model is installed.")
+    linears: str = _setting(
+        "int8", "Format of the weights of linear layers in memory.", choices=("none", "int8", "fp8", "int4")
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    page_tokens: int = _setting(32, "Token positions of one KV page.", low=4, high=MAX_PAGE_TOKENS, check=_page_tokens)
+    kv_format: str = _setting(
+        "int8", "Format of KV in pages.", choices=tuple(sorted(kv_format.value for kv_format in WORKING_FORMATS))
+    )
+    attention: str = _setting("auto", "Attention kernels.", choices=("auto", "reference", "cpu", "triton"))
+    prefill_pages: int = _setting(512, "Pages in the pool of a prefill worker.", low=2, high=1 << 22)
+    decode_pages: int = _setting(1024, "Pages in the pool of a decode worker.", low=2, high=1 << 22)
+    scrub: bool = _setting(False, "Overwrite pages with zeros when they are retired.")
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    engine: str = _setting("shm", "Transfer engine.", choices=("shm", "memory", "mooncake", "nixl"))
+    timeout_ms: int = _setting(10_000, "Longest time of one pull.", low=10, high=600_000)
+    lease_ms: int = _setting(15_000, "How long prefill keeps promised pages without a renewal.", low=100, high=600_000)
+
+
+@dataclass(frozen=True)
+class WorkersConfig:
+    prefill: int = _setting(1, "Prefill workers.", low=1, high=256)
+    decode: int = _setting(1, "Decode workers.", low=1, high=256)
+    host: str = _setting("127.0.0.1", "Address that workers listen on.", check=_not_blank)
+    threads: int = _setting(1, "Compute threads of one worker.", low=1, high=256)
+    chunk_tokens: int = _setting(256, "Most prompt tokens of one prefill step.", low=1, high=65_536)
+    max_running: int = _setting(8, "Most requests in one step of a worker.", low=1, high=4096)
+    max_waiting: int = _setting(32, "Most requests that wait for admission at a worker.", low=0, high=65_536)
+    start_timeout_ms: int = _setting(180_000, "Longest start of one worker.", low=100, high=3_600_000)
+    drain_timeout_ms: int = _setting(10_000, "Longest wait for running requests at a stop.", low=0, high=3_600_000)
+    status_poll_ms: int = _setting(500, "Time between two looks at a worker.", low=10, high=60_000)
+    status_timeout_ms: int = _setting(2_000, "Longest wait for a worker's status.", low=10, high=60_000)
+    stall_ms: int = _setting(
+        60_000, "A step loop that stood still for so long is not healthy.", low=100, high=3_600_000
+    )
+
+
+@dataclass(frozen=True)
+class ApiConfig:
+    host: str = _setting("127.0.0.1", "Address that the gateway listens on.", check=_not_blank)
+    port: int = _setting(50051, "Port of the gateway; 0: any free one.", low=0, high=65_535)
+    max_requests: int = _setting(64, "Most requests that run at once in this gateway.", low=1, high=65_536)
+    retry_after_ms: int = _setting(500, "Retry delay told to a refused caller.", low=1, high=600_000)
+    max_prompt_bytes: int = _setting(2 << 20, "Longest prompt text, all messages together.", low=1, high=256 << 20)
+    max_message_bytes: int = _setting(16 << 20, "Longest request message on the wire.", low=1 << 10, high=512 << 20)
+    default_deadline_ms: int = _setting(300_000, "Deadline of a request that names none.", low=1, high=86_400_000)
+    max_deadline_ms: int = _setting(3_600_000, "Longest deadline; later ones are cut to it.", low=1, high=86_400_000)
+    tenants_file: str = _setting("", "File of tenants and digests of their tokens; empty: one tenant, no token.")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    secret: str = _setting(
+        "", "Keys prefix keys and digests; hexadecimal. Empty: random at every start.", secret=True, check=_hex_secret
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Sections and fields are the keys of files, variables and flags."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One effective value and where it came from; `value` is masked for secrets."""
+
+    key: str
+    value: str | int | float | bool
+    source: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    config: Config
+    sources: Mapping[str, str]
+
+    def settings(self) -> tuple[Setting, ...]:
+        """All values in order, secrets masked."""
+        out = []
+        for key, spec in _fields():
+            section, name = key.split(".")
+            value = getattr(getattr(self.config, section), name)
+            shown = MASK if spec.metadata["secret"] and value else value
+            out.append(Setting(key, shown, self.sources[key], spec.metadata["doc"]))
+        return tuple(out)
+
+
+def load(
+    *,
+    file_text: str | None = None,
+    file_name: str = "config.yaml",
+    environ: Mapping[str, str] = MappingProxyType({}),
+    flags: Mapping[str, object] = MappingProxyType({}),
+) -> LoadedConfig:
+    """Merges all layers. Flags that are None were not given. Raises InvalidInput naming `section.field` and the fix."""
+    specs = dict(_fields())
+    values: dict[str, object] = {}
+    sources = dict.fromkeys(specs, DEFAULT_SOURCE)
+    layers = (
+        (_file_values(file_text, file_name), lambda _key: f"file {file_name}"),
+        (_environ_values(environ, specs), _env_name),
+        ({key: value for key, value in flags.items() if value is not None}, lambda _key: "flag"),
+    )
+    for layer, source_of in layers:
+        for key, raw in layer.items():
+            if key not in specs:
+                raise _unknown(key, specs, source_of(key))
+            values[key] = _parse(key, raw, specs[key], source_of(key))
+            sources[key] = source_of(key)
+    config = Config()
+    for section in dataclasses.fields(Config):
+        own = {key.split(".")[1]: value for key, value in values.items() if key.startswith(f"{section.name}.")}
+        config = replace(config, **{section.name: replace(getattr(config, section.name), **own)})
+    _check_together(config)
+    return LoadedConfig(config, MappingProxyType(sources))
+
+
+def with_secret(config: Config, random_bytes: Callable[[int], bytes]) -> Config:
+    """The same config with a cluster secret: the configured one, or a fresh random one."""
+    if config.cluster.secret:
+        return config
+    return replace(config, cluster=replace(config.cluster, secret=random_bytes(SECRET_BYTES).hex()))
+
+
+def _fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    defaults = Config()
+    for section in dataclasses.fields(Config):
+        for spec in dataclasses.fields(getattr(defaults, section.name)):
+            yield f"{section.name}.{spec.name}", spec
+
+
+def _env_name(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "_").upper()
+
+
+def _file_values(text: str | None, name: str) -> dict[str, object]:
+    if text is None:
+        return {}
+    try:
+        tree = tomllib.loads(text) if name.endswith(".toml") else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        where = " ".join(str(error).split())[:300]
+        raise InvalidInput("bad_config_file", f"{name} cannot be read: {where}", field="config") from error
+    if tree is None:
+        return {}
+    out: dict[str, object] = {}
+    for section, fields_ in tree.items() if isinstance(tree, dict) else ((str(tree)[:40], None),):
+        if not isinstance(fields_, dict):
+            raise InvalidInput(
+                "bad_config_file",
+                f"{name}: {section!r} must be a section with fields, as in `cache: {{page_tokens: 32}}`",
+                field=str(section),
+            )
+        out.update({f"{section}.{key}": value for key, value in fields_.items()})
+    return out
+
+
+def _environ_values(environ: Mapping[str, str], specs: Mapping[str, object]) -> dict[str, object]:
+    known = {_env_name(key): key for key in specs}
+    out: dict[str, object] = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name in ENV_NOT_SETTINGS:
+            continue
+        if _SERVICE_LINK_NAME.search(name) or _SERVICE_LINK_VALUE.match(value):
+            continue
+        if name not in known:
+            hint = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {hint[0]}?" if hint else "unset it; `genlock config` lists all settings"
+            raise InvalidInput("unknown_setting", f"environment variable {name} is no setting: {fix}", field=name)
+        out[known[name]] = value
+    return out
+
+
+def _unknown(key: str, specs: Mapping[str, object], source: str) -> InvalidInput:
+    hint = difflib.get_close_matches(key, specs, n=1)
+    fix = f"did you mean {hint[0]}?" if hint else "`genlock config` lists all settings"
+    return InvalidInput("unknown_setting", f"{key} ({source}) is no setting: {fix}", field=key)
+
+
+def _parse(key: str, raw: object, spec: dataclasses.Field[Any], source: str) -> object:
+    rules = spec.metadata
+
+    def bad(fix: str) -> InvalidInput:
+        shown = MASK if rules["secret"] else repr(raw)[:80]
+        return InvalidInput("bad_setting", f"{key} = {shown} ({source}): {fix}", field=key)
+
+    value = _typed(raw, type(spec.default))
+    if value is None:
+        raise bad(f"must be {_KINDS[type(spec.default)]}")
+    if rules["choices"] and value not in rules["choices"]:
+        raise bad("must be one of " + ", ".join(rules["choices"]))
+    low, high = rules["low"], rules["high"]
+    if isinstance(value, int | float) and low is not None and not low <= value <= high:
+        raise bad(f"must be between {low} and {high}")
+    if rules["check"] is not None and (wrong := rules["check"](value)):
+        raise bad(wrong)
+    return value
+
+
+_KINDS = MappingProxyType({bool: "true or false", int: "a whole number", float: "a number", str: "text"})
+_BOOLS = MappingProxyType({"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False})
+
+
+def _typed(raw: object, kind: type) -> object:
+    """`raw` as `kind`, or None. Texts are parsed: environment variables know nothing else."""
+    if kind is bool:
+        return raw if isinstance(raw, bool) else _BOOLS.get(raw.strip().lower()) if isinstance(raw, str) else None
+    if isinstance(raw, bool):
+        return None
+    try:
+        if kind is int:
+            return int(raw) if isinstance(raw, int | str) else None
+        if kind is float:
+            number = float(raw) if isinstance(raw, int | float | str) else math.nan
+            return number if math.isfinite(number) else None
+    except (ValueError, OverflowError):
+        return None
+    # A path given as pathlib.Path, a number used as a name: not text, so the file needs quotes.
+    return raw if isinstance(raw, str) else None
+
+
+def _check_together(config: Config) -> None:
+    if config.api.default_deadline_ms > config.api.max_deadline_ms:
+        raise InvalidInput(
+            "bad_setting",
+            f"api.default_deadline_ms = {config.api.default_deadline_ms} is above api.max_deadline_ms = "
+            f"{config.api.max_deadline_ms}: lower the first or raise the second",
+            field="api.default_deadline_ms",
+        )
+    if config.api.max_prompt_bytes > config.api.max_message_bytes:
+        raise InvalidInput(
+            "bad_setting",
+            f"api.max_prompt_bytes = {config.api.max_prompt_bytes} does not fit api.max_message_bytes = "
+            f"{config.api.max_message_bytes}: lower the first or raise the second",
+            field="api.max_prompt_bytes",
+        )
