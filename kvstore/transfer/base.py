@@ -109,7 +109,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def read_pages(self, peer: Peer, pairs: Sequence[PagePair]) -> Transfer:
-        """Starts pulling whole slots. Raises InvalidInput for a slot out of range, TransferError when it cannot start."""
+        """Starts pulling whole slots. Raises InvalidInput (a slot out of range) or TransferError (it cannot start)."""
 
     @abstractmethod
     def read_tags(self, peer: Peer, timeout_ms: int) -> npt.NDArray[np.int64]:

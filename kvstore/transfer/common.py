@@ -1,0 +1,292 @@
+"""What every engine does alike: checks, the buffer's layout, the table of connected peers.
+
+Where the incarnation lives: `publish` stamps it into the first column of every row of the tag table, so a peer
+that can read the table can tell which life of the pool it is looking at. `connect` reads the table once and
+refuses the pool unless every row carries the export's incarnation. The owner of the pool keeps that column.
+
+Shape suffixes: S slots, n pages of one batch, U8 slot bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidInput, NoCapacity, TransferError, Unavailable
+from kvstore.layout import SLOT_ALIGN_BYTES
+from kvstore.transfer.base import (
+    MAX_PAGES_PER_TRANSFER,
+    PagePair,
+    Peer,
+    PoolExport,
+    Transfer,
+    TransferEngine,
+    TransferState,
+    pool_bytes,
+    tag_table_bytes,
+)
+
+MAX_SLOTS = 1 << 24
+MAX_SLOT_BYTES = 1 << 30
+MAX_PEERS = 4096
+CONNECT_TIMEOUT_MS = 5_000
+
+U8 = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+ClockMs = Callable[[], int]
+
+
+class CopyDigester(Protocol):
+    """What a copying engine needs of `kvstore.digest.Digester`."""
+
+    def copy_and_sum(self, src_SU8: U8, src_ids_n: I64, dst_SU8: U8, dst_ids_n: I64) -> npt.NDArray[np.uint64]:
+        """Copies pages and returns the uint64 [n, 2] NH sums of the bodies that were copied."""
+        ...
+
+
+def monotonic_ms() -> int:
+    """The clock of engines that run live."""
+    return time.monotonic_ns() // 1_000_000
+
+
+def tags_of(buffer: U8, slots: int) -> I64:
+    """int64 [slots, 2] view of a pool buffer's tag table."""
+    return buffer[: slots * 16].view(np.int64).reshape(slots, 2)
+
+
+def slots_of(buffer: U8, slots: int, slot_bytes: int) -> U8:
+    """uint8 [slots, slot_bytes] view of a pool buffer's slots."""
+    start = tag_table_bytes(slots)
+    return buffer[start : start + slots * slot_bytes].reshape(slots, slot_bytes)
+
+
+def check_shape(slots: int, slot_bytes: int, prefix: str = "") -> None:
+    """Raises InvalidInput naming `slots` or `slot_bytes` when a pool of this shape cannot exist."""
+    if not 1 <= slots <= MAX_SLOTS:
+        raise InvalidInput("bad_pool", f"{prefix}slots must be 1..{MAX_SLOTS}, got {slots}", field=f"{prefix}slots")
+    if not SLOT_ALIGN_BYTES <= slot_bytes <= MAX_SLOT_BYTES or slot_bytes % SLOT_ALIGN_BYTES:
+        raise InvalidInput(
+            "bad_pool",
+            f"{prefix}slot_bytes must be a multiple of {SLOT_ALIGN_BYTES} up to {MAX_SLOT_BYTES}, got {slot_bytes}",
+            field=f"{prefix}slot_bytes",
+        )
+
+
+def split_pairs(pairs: Sequence[PagePair]) -> tuple[I64, I64]:
+    """Returns (remote ids, local ids), int64 [n] each. Raises InvalidInput for a batch that is no list of pairs."""
+    if len(pairs) > MAX_PAGES_PER_TRANSFER:
+        raise InvalidInput(
+            "too_many_pages", f"{len(pairs)} pages, at most {MAX_PAGES_PER_TRANSFER} a transfer", field="pairs"
+        )
+    try:
+        # One pass in C: a Python loop here would cost more than copying a small page.
+        flat = np.fromiter(itertools.chain.from_iterable(pairs), dtype=np.int64, count=2 * len(pairs))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput("bad_pairs", f"pairs must hold (remote, local) page ids: {error}", field="pairs") from error
+    ids_n2 = flat.reshape(-1, 2)
+    return np.ascontiguousarray(ids_n2[:, 0]), np.ascontiguousarray(ids_n2[:, 1])
+
+
+def check_ids(ids_n: I64, slots: int, field: str) -> None:
+    """Raises InvalidInput naming `field` if an id lies outside 0..slots-1."""
+    if ids_n.size and (int(ids_n.min()) < 0 or int(ids_n.max()) >= slots):
+        bad = ids_n[(ids_n < 0) | (ids_n >= slots)]
+        raise InvalidInput("page_out_of_range", f"{field} {int(bad[0])} is not in 0..{slots - 1}", field=field)
+
+
+class EndedTransfer(Transfer):
+    """A transfer that needs no work: an empty batch."""
+
+    def __init__(self, state: TransferState = TransferState.DONE) -> None:
+        self._state = state
+
+    def wait(self, timeout_ms: int) -> TransferState:
+        return self._state
+
+    def quiesced(self) -> bool:
+        return True
+
+
+S = TypeVar("S")
+
+
+class PoolEngine(TransferEngine, Generic[S]):
+    """Base of the engines. `S` is what an engine keeps for one connected peer (its source).
+
+    Subclasses give memory (`_map`), an address (`_register`), a source (`_attach`, `_detach`), page copies
+    (`_start`), live tags (`_live_tags`) and a teardown (`_tear_down`).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._buffer: U8 | None = None
+        self._slots = 0
+        self._slot_bytes = 0
+        self._published = False
+        self._closed = False
+        self._peers: dict[int, tuple[Peer, S]] = {}
+        self._handles = itertools.count(1)
+
+    @abstractmethod
+    def _map(self, nbytes: int) -> U8:
+        """Zeroed page-aligned uint8 [nbytes]."""
+
+    @abstractmethod
+    def _register(self, incarnation: int) -> str:
+        """Makes the buffer reachable; returns the export's address."""
+
+    @abstractmethod
+    def _attach(self, export: PoolExport) -> S:
+        """Reaches a peer's pool. Raises Unavailable, or InvalidInput for an address that cannot be parsed."""
+
+    @abstractmethod
+    def _detach(self, source: S) -> None: ...
+
+    @abstractmethod
+    def _start(self, source: S, remote_ids_n: I64, local_ids_n: I64) -> Transfer:
+        """Starts a checked, non-empty batch."""
+
+    @abstractmethod
+    def _live_tags(self, source: S, timeout_ms: int) -> I64:
+        """A copy of the peer's live tags, int64 [slots, 2]."""
+
+    @abstractmethod
+    def _tear_down(self) -> None: ...
+
+    @property
+    def slots_SU8(self) -> U8:
+        """uint8 [S, slot_bytes]: our own slots. Raises TransferError before `allocate` and after `close`."""
+        if self._buffer is None:
+            raise TransferError("no_local_pool", "the engine has no local pool")
+        return slots_of(self._buffer, self._slots, self._slot_bytes)
+
+    def allocate(self, slots: int, slot_bytes: int) -> U8:
+        check_shape(slots, slot_bytes)
+        with self._lock:
+            self._require_open()
+            if self._slots:
+                raise TransferError("already_allocated", "an engine owns at most one pool")
+            try:
+                buffer = self._map(pool_bytes(slots, slot_bytes))
+            except (OSError, MemoryError, ValueError) as error:
+                raise NoCapacity(
+                    "no_memory", f"cannot allocate a pool of {slots} x {slot_bytes} bytes: {error}", field="slots"
+                ) from error
+            self._buffer, self._slots, self._slot_bytes = buffer, slots, slot_bytes
+            return buffer
+
+    def publish(self, incarnation: int, layout: str) -> PoolExport:
+        if not 1 <= incarnation < 1 << 63:
+            raise InvalidInput("bad_incarnation", "incarnation must be in 1..2^63-1", field="incarnation")
+        with self._lock:
+            self._require_open()
+            if self._buffer is None:
+                raise TransferError("no_local_pool", "allocate comes before publish")
+            if self._published:
+                raise TransferError("already_published", "a pool is published once")
+            tags_of(self._buffer, self._slots)[:, 0] = incarnation
+            address = self._register(incarnation)
+            self._published = True
+            return PoolExport(self.name, incarnation, layout, self._slots, self._slot_bytes, address)
+
+    def connect(self, export: PoolExport) -> Peer:
+        self._check_export(export)
+        source = self._attach(export)
+        try:
+            tags_S2 = self._live_tags(source, CONNECT_TIMEOUT_MS)
+            if not (tags_S2[:, 0] == export.incarnation).all():
+                raise Unavailable(
+                    "incarnation_changed", "the pool at this address is another life than the export names"
+                )
+            with self._lock:
+                self._require_open()
+                if len(self._peers) >= MAX_PEERS:
+                    raise NoCapacity("too_many_peers", f"at most {MAX_PEERS} peers", field="peer")
+                peer = Peer(export, next(self._handles))
+                self._peers[peer.handle] = (peer, source)
+                return peer
+        except TransferError as error:
+            self._detach(source)
+            raise Unavailable("peer_gone", f"the peer's tag table cannot be read: {error.message}") from error
+        except BaseException:
+            self._detach(source)
+            raise
+
+    def read_pages(self, peer: Peer, pairs: Sequence[PagePair]) -> Transfer:
+        source = self._source(peer)
+        remote_ids_n, local_ids_n = split_pairs(pairs)
+        self._check_remote(peer, remote_ids_n)
+        check_ids(local_ids_n, self._slots, "local_page_id")
+        if len(set(local_ids_n.tolist())) != local_ids_n.size:
+            raise InvalidInput("slot_twice", "two pages of one batch name one local slot", field="local_page_id")
+        if not remote_ids_n.size:
+            return EndedTransfer()
+        return self._start(source, remote_ids_n, local_ids_n)
+
+    def read_tags(self, peer: Peer, timeout_ms: int) -> I64:
+        # A copying engine ends `wait` by releasing this lock and `_source` takes it: on weakly ordered processors
+        # too, the tag loads then come after the page loads of every batch that was waited for.
+        return self._live_tags(self._source(peer), timeout_ms)
+
+    def disconnect(self, peer: Peer) -> None:
+        with self._lock:
+            known = self._peers.get(peer.handle)
+            if known is None or known[0] != peer:
+                return
+            del self._peers[peer.handle]
+        self._detach(known[1])
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers = [source for _, source in self._peers.values()]
+            self._peers.clear()
+        self._tear_down()
+        for source in peers:
+            self._detach(source)
+        self._buffer = None
+
+    def _check_remote(self, peer: Peer, remote_ids_n: I64) -> None:
+        check_ids(remote_ids_n, peer.export.slots, "remote_page_id")
+
+    def _source(self, peer: Peer) -> S:
+        with self._lock:
+            self._require_open()
+            if self._buffer is None:
+                raise TransferError("no_local_pool", "allocate comes before reading")
+            known = self._peers.get(peer.handle)
+            if known is None or known[0] != peer:
+                raise TransferError("unknown_peer", "the peer is not connected to this engine")
+            return known[1]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransferError("engine_closed", "the engine is closed")
+
+    def _check_export(self, export: PoolExport) -> None:
+        if export.engine != self.name:
+            raise InvalidInput(
+                "other_engine",
+                f"export.engine is {export.engine!r}, this engine is {self.name!r}",
+                field="export.engine",
+            )
+        check_shape(export.slots, export.slot_bytes, "export.")
+        with self._lock:
+            self._require_open()
+            if self._buffer is None:
+                raise TransferError("no_local_pool", "allocate comes before connect")
+        if export.slot_bytes != self._slot_bytes:
+            raise InvalidInput(
+                "slot_bytes_differ",
+                f"export.slot_bytes is {export.slot_bytes}, ours are {self._slot_bytes}",
+                field="export.slot_bytes",
+            )
