@@ -27,6 +27,4 @@ class PageDescriptor:
 
     def header(self) -> PageHeader:
         """The header that the source page must carry."""
-        return PageHeader(
-            self.ref.tag, self.layout_fingerprint, self.first_position, self.valid_rows, self.prefix_key
-        )
+        return PageHeader(self.ref.tag, self.layout_fingerprint, self.first_position, self.valid_rows, self.prefix_key)

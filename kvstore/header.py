@@ -1,11 +1,11 @@
 """The page header: what a page *is*. Packed little-endian at the start of every slot, under the digest.
 
-    offset  0  magic u32 | version u16 | format u16
-    offset  8  incarnation i64 | generation i64          the tag that was live when the page was sealed
-    offset 24  layout fingerprint i64
-    offset 32  first position i64 | valid rows i32 | pad i32
-    offset 48  prefix key, 32 bytes
-    offset 80  zeros up to 128
+offset  0  magic u32 | version u16 | format u16
+offset  8  incarnation i64 | generation i64          the tag that was live when the page was sealed
+offset 24  layout fingerprint i64
+offset 32  first position i64 | valid rows i32 | pad i32
+offset 48  prefix key, 32 bytes
+offset 80  zeros up to 128
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Benchmarks, each with its peers in the same run."""

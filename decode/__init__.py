@@ -1,0 +1,1 @@
+"""Turns pages into tokens."""

@@ -1,0 +1,309 @@
+"""The guard: the one door through which pages are read or written.
+
+It owns the pool's memory and its book, moves tags before anybody can write a slot, and judges every step: on entry,
+inside the kernels (through the tables that it yields) and on exit, before a token may leave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.allocator import PageAllocator, PoolCounts
+from kvstore.checks import ALL_CHECKS, Checks
+from kvstore.descriptor import PageDescriptor
+from kvstore.digest import Digester
+from kvstore.errors import CorruptPage, GenlockError, InvalidInput, StalePage
+from kvstore.header import PageHeader
+from kvstore.ids import PageRef, Tag
+from kvstore.layout import WORKING_FORMATS, HeadOrder, PageLayout
+from kvstore.lifecycle import SlotState
+from kvstore.pool import PoolStorage
+from kvstore.step import StepArrays, StepPlan
+from kvstore.step_kernels import check_live
+from kvstore.tables import (
+    FLAG_ENTRY,
+    FLAG_EXIT,
+    FLAG_KERNEL_READ,
+    FLAG_KERNEL_WRITE,
+    FLAG_NONFINITE,
+    FLAG_ROWS,
+    ReadTable,
+    WriteTable,
+)
+from kvstore.transfer.base import TransferEngine
+
+T = TypeVar("T")
+
+# In the order in which they are reported when a row has several.
+_FLAG_ERRORS: tuple[tuple[int, str, type[GenlockError], str], ...] = (
+    (FLAG_ROWS, "rows_disagree", StalePage, "the step's arrays do not belong together"),
+    (FLAG_ENTRY, "stale_at_entry", StalePage, "a page had moved on before the step"),
+    (FLAG_KERNEL_WRITE, "stale_write", StalePage, "a page to be written had moved on"),
+    (FLAG_NONFINITE, "nonfinite_kv", CorruptPage, "the model made a key or value that is not a finite number"),
+    (FLAG_KERNEL_READ, "stale_in_kernel", StalePage, "a page moved on while it was read"),
+    (FLAG_EXIT, "stale_at_exit", StalePage, "a page moved on before the step ended"),
+)
+
+
+@dataclass(frozen=True)
+class Published(Generic[T]):
+    """What leaves a step for one row: its output, or the typed error that ends its request."""
+
+    request_no: int
+    output: T | None
+    error: GenlockError | None
+
+
+class GuardedStep(Generic[T]):
+    """One step in progress. Tokens leave only through `publish`, which runs the exit check."""
+
+    def __init__(self, guard: Guard, plan: StepPlan, arrays: StepArrays, read: ReadTable, write: WriteTable) -> None:
+        self._guard = guard
+        self.plan = plan
+        self.arrays = arrays
+        self.read = read
+        self.write = write
+
+    def publish(self, outputs: Sequence[tuple[int, T]]) -> list[Published[T]]:
+        """Exit check, then one result for each row of the plan. `outputs` are (request number, output) of the rows
+        that wanted logits, in plan order; a row whose output carries another number is not answered."""
+        return self._guard._exit(self, outputs)
+
+
+class Guard:
+    """Owner of one pool. Methods may be called from several threads."""
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        slots: int,
+        engine: TransferEngine,
+        incarnation: int,
+        digester: Digester,
+        *,
+        checks: Checks = ALL_CHECKS,
+        scrub: bool = True,
+    ) -> None:
+        if layout.kv_format not in WORKING_FORMATS:
+            raise InvalidInput("format_not_built", f"kv_format {layout.kv_format} is not built", field="kv_format")
+        if layout.order is not HeadOrder.HEAD_MAJOR:
+            raise InvalidInput("order_not_built", f"order {layout.order} is not built", field="layout.order")
+        self.layout = layout
+        self.checks = checks
+        self.incarnation = incarnation
+        self.counters: Counter[str] = Counter()
+        self._scrub = scrub
+        self._digester = digester
+        self._lock = threading.RLock()
+        self._pool = PoolStorage(layout, slots, engine.allocate(slots, layout.slot_bytes))
+        self._book = PageAllocator(slots, incarnation, self._pool.set_tag, self._freed, checks)
+        for page_id in range(slots):
+            self._pool.set_tag(page_id, self._book.live_tag(page_id))
+        self.export = engine.publish(incarnation, layout.canonical())
+
+    # --- the book -----------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        return len(self._book)
+
+    @property
+    def free_pages(self) -> int:
+        return self._book.free_pages
+
+    def counts(self) -> PoolCounts:
+        with self._lock:
+            return self._book.counts()
+
+    def slot_state(self, page_id: int) -> SlotState:
+        return self._book.slot(page_id).state
+
+    def is_live(self, ref: PageRef) -> bool:
+        return self._book.is_live(ref)
+
+    def allocate(self, owner: int, count: int) -> tuple[PageRef, ...]:
+        """Pages for `owner`, all or none; their tags have moved. Raises NoCapacity('no_pages')."""
+        with self._lock:
+            return self._book.allocate(owner, count)
+
+    def retire(self, refs: Iterable[PageRef], owner: int) -> None:
+        with self._lock:
+            self._book.retire(refs, owner)
+
+    def condemn(self, refs: Iterable[PageRef]) -> int:
+        """Takes pages away from every reader at once; refs that have moved on are passed over. Returns how many."""
+        with self._lock:
+            return sum(self._book.condemn(ref) for ref in refs)
+
+    def share(self, refs: Sequence[PageRef]) -> None:
+        with self._lock:
+            self._book.share(refs)
+
+    def unshare(self, refs: Iterable[PageRef]) -> None:
+        with self._lock:
+            self._book.unshare(refs)
+
+    def lease(self, refs: Sequence[PageRef]) -> None:
+        with self._lock:
+            self._book.lease(refs)
+
+    def release(self, refs: Iterable[PageRef]) -> None:
+        with self._lock:
+            self._book.release(refs)
+
+    def hold(self, refs: Sequence[PageRef]) -> None:
+        with self._lock:
+            self._book.hold(refs)
+
+    def prove(self, refs: Iterable[PageRef]) -> None:
+        with self._lock:
+            self._book.prove(refs)
+
+    def seal(
+        self, ref: PageRef, owner: int, header: PageHeader, logical_index: int, *, keep_in_cache: bool = False
+    ) -> PageDescriptor:
+        """Closes an open page, writes its header, digests it. Returns the descriptor that a peer may be given.
+
+        Raises StalePage or LifecycleError, and then the page is unchanged.
+        """
+        with self._lock:
+            self._book.seal(ref, owner, keep_in_cache=keep_in_cache)
+            self._pool.zero_tail(ref.page_id, header.valid_rows)
+            raw = self._pool.write_header(ref.page_id, header)
+        sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
+        self.counters["sealed"] += 1
+        return PageDescriptor(
+            ref=ref,
+            logical_index=logical_index,
+            first_position=header.first_position,
+            valid_rows=header.valid_rows,
+            byte_length=self.layout.slot_bytes,
+            layout_fingerprint=self.layout.fingerprint,
+            prefix_key=header.prefix_key,
+            digest=self._digester.finish(sums, raw),
+        )
+
+    def describe(self, ref: PageRef, logical_index: int) -> PageDescriptor:
+        """The descriptor of a page that was sealed before (a prefix hit): what its header says, and its digest now.
+
+        Raises StalePage when the page has moved on or its header is not its own.
+        """
+        with self._lock:
+            if not self._book.is_live(ref):
+                raise StalePage("stale_ref", f"page {ref.page_id} has moved on")
+            raw = self._pool.header_bytes(ref.page_id)
+            header = self._pool.read_header(ref.page_id)
+        if header is None or header.tag != ref.tag:
+            raise StalePage("header_mismatch", f"page {ref.page_id} does not carry its own tag")
+        sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
+        return PageDescriptor(
+            ref, logical_index, header.first_position, header.valid_rows, self.layout.slot_bytes,
+            header.layout_fingerprint, header.prefix_key, self._digester.finish(sums, raw),
+        )  # fmt: skip
+
+    # --- receipt (kvstore/receive.py is the only caller) ----------------------------------------------------------
+
+    def landed_header(self, ref: PageRef) -> PageHeader | None:
+        """The header that lies in a slot now, whoever wrote it."""
+        return self._pool.read_header(ref.page_id)
+
+    def landed_digest(self, ref: PageRef, body_sums: npt.NDArray[np.uint64] | None) -> int:
+        """Digest of what lies in a slot now; `body_sums` uint64 [2] if the engine summed while copying."""
+        if body_sums is None:
+            body_sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
+        return self._digester.finish(body_sums, self._pool.header_bytes(ref.page_id))
+
+    def adopt(self, ref: PageRef, owner: int, header: PageHeader) -> None:
+        """Gives a verified page our own header; a full page is sealed, a partial one stays open for appends."""
+        with self._lock:
+            if header.valid_rows == self.layout.page_tokens:
+                self._book.seal(ref, owner)
+            elif not self._book.is_live(ref):
+                raise StalePage("stale_ref", f"page {ref.page_id} has moved on")
+            self._pool.write_header(ref.page_id, header)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, plan: StepPlan, on_arrays: Callable[[StepArrays], None] | None = None) -> Iterator[GuardedStep[T]]:
+        """Reading and writing of one step. The entry check flags rows; kernels skip flagged rows.
+
+        `on_arrays` is a fault-injection hook that sees the packed arrays before the entry check.
+        """
+        arrays = StepArrays.build(plan, self.layout.page_tokens)
+        if on_arrays is not None:
+            on_arrays(arrays)
+        pool, flags = self._pool, arrays.flags_B
+        if self.checks.rows:
+            arrays.check_rows(FLAG_ROWS)
+        if self.checks.entry:
+            self._compare_live(arrays, FLAG_ENTRY, "read_entry")
+        if self.checks.write:
+            self._check_writable(plan, arrays)
+        read = ReadTable(
+            self.layout, pool.slots_SU8, pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.context_len_B,
+            arrays.query_start_B1, arrays.position_N, flags, self.checks.kernel,
+        )  # fmt: skip
+        write = WriteTable(
+            self.layout, pool.slots_SU8, pool.live_S2, arrays.slot_N, arrays.offset_N, arrays.write_expected_N2,
+            arrays.row_N, flags, self.checks.write,
+        )  # fmt: skip
+        self.counters["read_kernel"] += int(arrays.page_count_B.sum()) * self.layout.layers
+        self.counters["write_rows"] += len(arrays.row_N)
+        yield GuardedStep(self, plan, arrays, read, write)
+
+    def _exit(self, step: GuardedStep[T], outputs: Sequence[tuple[int, T]]) -> list[Published[T]]:
+        arrays, plan = step.arrays, step.plan
+        if self.checks.rows:
+            arrays.check_rows(FLAG_ROWS)
+        if self.checks.exit:
+            self._compare_live(arrays, FLAG_EXIT, "read_exit")
+        by_row: dict[int, tuple[int, T]] = dict(zip(arrays.logits_row_R.tolist(), outputs, strict=True))
+        published: list[Published[T]] = []
+        for b, row in enumerate(plan.rows):
+            number, output = by_row.get(b, (row.request_no, None))
+            flags = int(arrays.flags_B[b])
+            if self.checks.rows and number != row.request_no:
+                flags |= FLAG_ROWS
+            error = self._error(flags)
+            published.append(Published(row.request_no, None if error else output, error))
+        return published
+
+    def _error(self, flags: int) -> GenlockError | None:
+        for flag, reason, kind, message in _FLAG_ERRORS:
+            if flags & flag:
+                self.counters[f"refused_{reason}"] += 1
+                return kind(reason, message)
+        return None
+
+    def _compare_live(self, arrays: StepArrays, flag: int, counter: str) -> None:
+        self.counters[counter] += check_live(
+            self._pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.page_count_B, arrays.flags_B, flag
+        )
+
+    def _check_writable(self, plan: StepPlan, arrays: StepArrays) -> None:
+        """A row may write only pages that are open and its own."""
+        page_tokens = self.layout.page_tokens
+        for b, row in enumerate(plan.rows):
+            first, last = row.first_position // page_tokens, (row.context_len - 1) // page_tokens
+            for ref in row.pages.refs[first : last + 1]:
+                slot = self._book.slot(ref.page_id) if 0 <= ref.page_id < len(self._book) else None
+                if (
+                    slot is None
+                    or slot.state is not SlotState.OPEN
+                    or slot.owner != row.request_no
+                    or ref.tag != Tag(self.incarnation, slot.generation)
+                ):
+                    arrays.flags_B[b] |= FLAG_KERNEL_WRITE
+
+    def _freed(self, page_id: int) -> None:
+        if self._scrub:
+            self._pool.scrub(page_id)

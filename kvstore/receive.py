@@ -1,0 +1,118 @@
+"""Pulling pages from a peer into our own slots, and judging them before anything may read them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.descriptor import PageDescriptor
+from kvstore.errors import GenlockError, TransferError, TransferTimeout
+from kvstore.guard import Guard
+from kvstore.header import PageHeader
+from kvstore.ids import PageRef, Tag
+from kvstore.receipt import ExpectedPages, judge_descriptor, judge_digest, judge_header, judge_source
+from kvstore.transfer.base import PagePair, Peer, Transfer, TransferEngine, TransferState
+
+
+@dataclass(frozen=True)
+class PageOrder:
+    """One promised page and the open slot of ours that receives it."""
+
+    desc: PageDescriptor
+    local: PageRef
+
+
+class PageReceiver:
+    """Runs pulls (blocking; call it from a worker thread) and keeps what is not proved quiet in quarantine."""
+
+    def __init__(self, guard: Guard, engine: TransferEngine) -> None:
+        self._guard = guard
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._unproved: list[tuple[Transfer, tuple[PageRef, ...]]] = []
+
+    @property
+    def unproved_transfers(self) -> int:
+        return len(self._unproved)
+
+    def pull(
+        self, peer: Peer, orders: Sequence[PageOrder], owner: int, expected: ExpectedPages, timeout_ms: int
+    ) -> None:
+        """Copies, judges and adopts all `orders`, or none of them.
+
+        Raises StalePage or CorruptPage (not provable), LayoutMismatch, TransferError, TransferTimeout. The caller then
+        retires the local pages; those that an engine may still write go into quarantine.
+        """
+        if not orders:
+            return
+        guard, refs = self._guard, tuple(o.local for o in orders)
+        for order in orders:
+            self._judge("descriptor", judge_descriptor, order.desc, peer.export, guard.layout, expected, guard.checks)
+        guard.hold(refs)
+        try:
+            transfer = self._engine.read_pages(peer, [PagePair(o.desc.ref.page_id, o.local.page_id) for o in orders])
+        except BaseException:
+            guard.prove(refs)
+            raise
+        try:
+            self._finish(peer, orders, owner, expected, transfer, timeout_ms)
+        finally:
+            with self._lock:
+                self._unproved.append((transfer, refs))
+            self.sweep()
+
+    def sweep(self) -> int:
+        """Ends holds of transfers that have proved to be quiet. Call it now and then, also when idle. Returns how many
+        transfers are still unproved."""
+        with self._lock:
+            waiting, self._unproved = self._unproved, []
+            for transfer, refs in waiting:
+                if transfer.quiesced():
+                    self._guard.prove(refs)
+                else:
+                    self._unproved.append((transfer, refs))
+            return len(self._unproved)
+
+    def _finish(
+        self,
+        peer: Peer,
+        orders: Sequence[PageOrder],
+        owner: int,
+        expected: ExpectedPages,
+        transfer: Transfer,
+        timeout_ms: int,
+    ) -> None:
+        guard = self._guard
+        state = transfer.wait(timeout_ms)
+        if state is TransferState.FAILED:
+            raise TransferError("transfer_failed", "the transfer engine could not read the peer's pages")
+        if state is not TransferState.DONE:
+            raise TransferTimeout("transfer_timeout", f"pages did not arrive within {timeout_ms} ms")
+        sums = transfer.body_sums
+        for i, order in enumerate(orders):
+            header = guard.landed_header(order.local)
+            self._judge("header", judge_header, header, order.desc, expected, guard.checks)
+            digest = guard.landed_digest(order.local, None if sums is None else sums[i])
+            self._judge("digest", judge_digest, digest, order.desc, guard.checks)
+        live = self._engine.read_tags(peer, timeout_ms)
+        for order in orders:
+            page_id = order.desc.ref.page_id
+            tag = Tag(int(live[page_id, 0]), int(live[page_id, 1])) if 0 <= page_id < len(live) else Tag(0, 0)
+            self._judge("source_tag", judge_source, {page_id: tag}, order.desc, guard.checks)
+        for order in orders:
+            d = order.desc
+            guard.adopt(
+                order.local,
+                owner,
+                PageHeader(order.local.tag, d.layout_fingerprint, d.first_position, d.valid_rows, d.prefix_key),
+            )
+        guard.counters["pages_received"] += len(orders)
+
+    def _judge(self, name: str, judge, *args: object) -> None:  # type: ignore[no-untyped-def] # several signatures
+        try:
+            judge(*args)
+        except GenlockError as error:
+            self._guard.counters[f"receipt_{name}/{error.reason}"] += 1
+            raise
+        self._guard.counters[f"receipt_{name}/ok"] += 1

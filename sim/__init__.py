@@ -1,0 +1,1 @@
+"""The simulator, its fault record and its checkers."""
