@@ -1,4 +1,7 @@
-"""What a served model is, to the rooms above. Shape suffixes: N packed tokens, R rows that want logits, V vocabulary."""
+"""What a served model is, to the rooms above.
+
+Shape suffixes: N packed tokens, R rows that want logits, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,19 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool = False, allow_special: bool = False) -> list[int]:
+        """Text to ids. `add_special` adds what the model wants around a prompt (a bos token).
+
+        Control markers such as `<|im_end|>` inside `text` are plain text, unless `allow_special` is set, which is only
+        for text that no user wrote. Raises InvalidInput (field `prompt`) for text that cannot be encoded.
+        """
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a rendered chat: the template's own control markers are control tokens, those that stand inside a
+        message are plain text. This is the way from messages to ids; encoding `render_chat`'s text is not.
+        Raises as `render_chat` does."""
+        ...
 
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str: ...
 
@@ -59,7 +74,7 @@ class Tokenizer(Protocol):
         ...
 
     def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """Renders the chat template in a sandbox. Raises InvalidInput(reason 'bad_chat_template' | 'bad_role')."""
+        """The chat as text, for people to read. Raises InvalidInput: bad_chat_template, bad_role or bad_messages."""
         ...
 
     def stream(self) -> TextStream:
