@@ -1,4 +1,4 @@
-"""Prefix keys to sealed pages. An entry holds a page ref: when the page has moved on, the entry is a miss, never data."""
+"""Prefix keys to sealed pages. An entry holds a page ref: when the page has moved on, it is a miss, never data."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ class PrefixIndex:
             found.append(ref)
         return tuple(found)
 
+    def wants(self, key: bytes) -> bool:
+        """Whether `insert` would take a page for this key."""
+        old = self._pages.get(key)
+        return not self._is_live(old) if old is not None else len(self._pages) < self._max
+
     def insert(self, key: bytes, ref: PageRef) -> bool:
         """Adds a sealed page. False, and nothing changed, if the key has a live page already or the index is full."""
-        old = self._pages.get(key)
-        if old is not None and self._is_live(old):
-            return False
-        if old is None and len(self._pages) >= self._max:
+        if not self.wants(key):
             return False
         self._pages[key] = ref
         self._pages.move_to_end(key)
