@@ -49,9 +49,14 @@ class LanguageModel(Protocol):
 class Tokenizer(Protocol):
     """Text to ids and back. `digest` identifies vocabulary and rules."""
 
-    digest: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str, *, add_special: bool = False, allow_special: bool = False) -> list[int]:
         """Text to ids. `add_special` adds what the model wants around a prompt (a bos token).

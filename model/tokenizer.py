@@ -197,6 +197,24 @@ def tokenizer_from_gguf(fields: Mapping[str, object]) -> ByteLevelTokenizer:
     )
 
 
+def byte_tokenizer(
+    controls: Mapping[str, Control], eos_token_ids: tuple[int, ...], template: ChatTemplate
+) -> ByteLevelTokenizer:
+    """One token a byte, whose id is the byte; the controls' ids follow, from 256 without a gap."""
+    plain = Tokenizer(models.BPE(vocab=_BYTE_OF, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    by_id = sorted((control.token_id, text) for text, control in controls.items())
+    return ByteLevelTokenizer(
+        plain=plain,
+        token_bytes=(*(bytes([byte]) for byte in range(256)), *(text.encode() for _, text in by_id)),
+        controls=controls,
+        prefix_ids=(),
+        eos_token_ids=eos_token_ids,
+        template=template,
+        digest=_digest(json.dumps(["bytes", by_id])),
+    )
+
+
 def _gguf_splitting(pre: str) -> pre_tokenizers.PreTokenizer:
     if pre in ("gpt-2", "default"):
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
