@@ -37,17 +37,23 @@ MAX_SLOTS = 1 << 24
 MAX_SLOT_BYTES = 1 << 30
 MAX_PEERS = 4096
 CONNECT_TIMEOUT_MS = 5_000
+CLOSE_TIMEOUT_MS = 10_000
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
 ClockMs = Callable[[], int]
 
 
-class CopyDigester(Protocol):
-    """What a copying engine needs of `kvstore.digest.Digester`."""
+class PageDigester(Protocol):
+    """What an engine needs of `kvstore.digest.Digester` to sum pages while they move."""
 
-    def copy_and_sum(self, src_SU8: U8, src_ids_n: I64, dst_SU8: U8, dst_ids_n: I64) -> npt.NDArray[np.uint64]:
-        """Copies pages and returns the uint64 [n, 2] NH sums of the bodies that were copied."""
+    def copy_and_sum(self, src_SU8: U8, src_ids_n: I64, dst_SU8: U8, dst_ids_n: I64) -> U64:
+        """Copies pages and returns the uint64 [n, 2] NH sums of the bodies that were stored."""
+        ...
+
+    def body_sums_many(self, storage_SU8: U8, page_ids_n: I64) -> U64:
+        """The uint64 [n, 2] NH sums of the bodies of pages that have landed."""
         ...
 
 
@@ -99,6 +105,26 @@ def check_ids(ids_n: I64, slots: int, field: str) -> None:
     if ids_n.size and (int(ids_n.min()) < 0 or int(ids_n.max()) >= slots):
         bad = ids_n[(ids_n < 0) | (ids_n >= slots)]
         raise InvalidInput("page_out_of_range", f"{field} {int(bad[0])} is not in 0..{slots - 1}", field=field)
+
+
+def runs_of(remote_ids_n: I64, local_ids_n: I64, limit: int) -> list[tuple[int, int, int, int]]:
+    """Joins pages that are neighbours on both sides: [(first place, pages, remote id, local id)], pages <= `limit`."""
+    joined_n = (np.diff(remote_ids_n) == 1) & (np.diff(local_ids_n) == 1)
+    starts = [0, *(np.flatnonzero(~joined_n) + 1).tolist()]
+    ends = [*starts[1:], remote_ids_n.size]
+    remote, local = remote_ids_n.tolist(), local_ids_n.tolist()
+    return [
+        (first, min(limit, end - first), remote[first], local[first])
+        for start, end in zip(starts, ends, strict=True)
+        for first in range(start, end, limit)
+    ]
+
+
+def check_local_ids(local_ids_n: I64, slots: int) -> None:
+    """Raises InvalidInput if a batch's target lies outside our pool or is named twice."""
+    check_ids(local_ids_n, slots, "local_page_id")
+    if len(set(local_ids_n.tolist())) != local_ids_n.size:
+        raise InvalidInput("slot_twice", "two pages of one batch name one local slot", field="local_page_id")
 
 
 class EndedTransfer(Transfer):
@@ -223,9 +249,7 @@ class PoolEngine(TransferEngine, Generic[S]):
         source = self._source(peer)
         remote_ids_n, local_ids_n = split_pairs(pairs)
         self._check_remote(peer, remote_ids_n)
-        check_ids(local_ids_n, self._slots, "local_page_id")
-        if len(set(local_ids_n.tolist())) != local_ids_n.size:
-            raise InvalidInput("slot_twice", "two pages of one batch name one local slot", field="local_page_id")
+        check_local_ids(local_ids_n, self._slots)
         if not remote_ids_n.size:
             return EndedTransfer()
         return self._start(source, remote_ids_n, local_ids_n)

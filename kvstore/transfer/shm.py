@@ -28,11 +28,22 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
 from kvstore.transfer.base import PoolExport, Transfer, TransferState, pool_bytes
-from kvstore.transfer.common import I64, U8, ClockMs, CopyDigester, PoolEngine, monotonic_ms, slots_of, tags_of
+from kvstore.transfer.common import (
+    CLOSE_TIMEOUT_MS,
+    I64,
+    U8,
+    U64,
+    ClockMs,
+    PageDigester,
+    PoolEngine,
+    monotonic_ms,
+    runs_of,
+    slots_of,
+    tags_of,
+)
 
 _TRAILER = struct.Struct("<Q16sq")
 _TRAILER_BYTES = 4096
@@ -40,7 +51,6 @@ _MAGIC = 0x4D48534B4C4E4547
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; the fcntl module of Python 3.11 does not name it
 MEMFD_NAME = "genlock-pool"
 NONCE_BYTES = 16
-CLOSE_TIMEOUT_MS = 10_000
 CHUNK_BYTES = 8 << 20  # the deadline is looked at once per so many bytes
 
 _REMEDY = (
@@ -164,10 +174,10 @@ class ShmTransfer(Transfer):
         self._local_ids_n = local_ids_n
         self._waiting = threading.Lock()
         self._state = TransferState.RUNNING
-        self._sums_n2: npt.NDArray[np.uint64] | None = None
+        self._sums_n2: U64 | None = None
 
     @property
-    def body_sums(self) -> npt.NDArray[np.uint64] | None:
+    def body_sums(self) -> U64 | None:
         return self._sums_n2 if self._state is TransferState.DONE else None
 
     def wait(self, timeout_ms: int) -> TransferState:
@@ -187,7 +197,7 @@ class ShmTransfer(Transfer):
                 return TransferState.FAILED
             count = self._remote_ids_n.size
             chunk = max(1, CHUNK_BYTES // local_SU8.shape[1])
-            sums: list[npt.NDArray[np.uint64]] = []
+            sums: list[U64] = []
             for first in range(0, count, chunk):
                 if engine.closing or not source.alive():
                     return TransferState.FAILED
@@ -205,12 +215,8 @@ class ShmTransfer(Transfer):
 
 def _gather(src_SU8: U8, src_ids_n: I64, dst_SU8: U8, dst_ids_n: I64) -> None:
     """Copies pages, one run of neighbours a call. numpy lets other threads run during each copy."""
-    breaks = np.flatnonzero((np.diff(src_ids_n) != 1) | (np.diff(dst_ids_n) != 1)) + 1
-    starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), src_ids_n.size]
-    sources, targets = src_ids_n[starts].tolist(), dst_ids_n[starts].tolist()
-    for start, end, source, target in zip(starts, ends, sources, targets, strict=True):
-        length = end - start
-        np.copyto(dst_SU8[target : target + length], src_SU8[source : source + length])
+    for _, pages, source, target in runs_of(src_ids_n, dst_ids_n, src_ids_n.size):
+        np.copyto(dst_SU8[target : target + pages], src_SU8[source : source + pages])
 
 
 class ShmEngine(PoolEngine[_Source]):
@@ -218,7 +224,7 @@ class ShmEngine(PoolEngine[_Source]):
 
     name = "shm"
 
-    def __init__(self, digester: CopyDigester | None = None, clock_ms: ClockMs = monotonic_ms) -> None:
+    def __init__(self, digester: PageDigester | None = None, clock_ms: ClockMs = monotonic_ms) -> None:
         super().__init__()
         self.digester = digester
         self.clock_ms = clock_ms

@@ -1,0 +1,411 @@
+"""Engine over mooncake-transfer-engine: TCP anywhere, RDMA and NVLink where the library and the host have them.
+
+The library is optional and imported late; `MooncakeEngine.available()` tells why it cannot be used.
+
+What shapes this file (measured, and read in the library's TCP transport):
+
+- A batch of several descriptors reports one state, may fail while its rest still lands, and has a time-out of the
+  library's own (30 s). So every descriptor is a batch of its own: it can be polled without blocking, our deadline
+  holds, and each one proves its own end. Submitting one by one costs no more than the library's batch.
+- Neighbouring pages that land in neighbouring slots are one descriptor.
+- At most `WINDOW` descriptors are under way to one peer; beyond about 1,000 the library's queue refuses.
+- Over TCP a descriptor that failed has ended too: the library reports it only from the handler of its last socket
+  operation. For other protocols only success counts as an end; what has not ended stays unquiesced until `close`,
+  and a worker whose engine keeps such transfers must replace the engine (and its pool) to get the pages back.
+- The library has no authentication and listens on all interfaces: whoever reaches its ports can read and write
+  registered memory. Deployments must fence these ports off; tags, digests and prefix keys catch what is damaged.
+- Opening a peer holds a lock of the library for up to 60 s, so a peer is probed in a thread of its own first.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import json
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
+from kvstore.transfer.base import PoolExport, Transfer, TransferState, tag_table_bytes
+from kvstore.transfer.common import (
+    CLOSE_TIMEOUT_MS,
+    CONNECT_TIMEOUT_MS,
+    I64,
+    U8,
+    U64,
+    ClockMs,
+    PageDigester,
+    PoolEngine,
+    monotonic_ms,
+    runs_of,
+    tags_of,
+)
+
+R = TypeVar("R")
+
+WINDOW = 512
+MAX_DESCRIPTOR_BYTES = 64 << 20
+MAX_PROBES = 16
+# Spinning finishes small reads sooner; while much is under way, sleeping leaves the core to the library's thread.
+SPIN_BYTES = 1 << 20
+MAX_SPINS = 2_000
+SLEEP_S = 50e-6
+POLL_AHEAD = 8  # descriptors asked per turn; they end roughly in the order of their submission
+
+_PENDING, _COMPLETED, _FAILED = 0, 1, -1
+
+
+@dataclass(frozen=True)
+class MooncakeAddress:
+    """`session` is host:port of the peer's handshake server; `base` the address of its buffer in its process."""
+
+    session: str
+    protocol: str
+    base: int
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+
+def parse_address(text: str) -> MooncakeAddress:
+    """Raises InvalidInput (field export.address) for text that is no address of this engine."""
+    try:
+        address = MooncakeAddress(**json.loads(text))
+        host, _, port = address.session.rpartition(":")
+        if not host or not 1 <= int(port) <= 65535 or type(address.base) is not int or address.base <= 0:
+            raise ValueError("session or base out of range")
+        return address
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidInput(
+            "bad_address", f"export.address is no mooncake address: {error}", field="export.address"
+        ) from error
+
+
+def load_library() -> Any:
+    """The library's TransferEngine class. Raises ImportError or OSError (a missing shared library)."""
+    from mooncake.engine import TransferEngine as Library  # optional dependency
+
+    return Library
+
+
+def hush_library() -> None:
+    """Silences the library's log below FATAL; failures reach the caller as errors. Without its logger: no effect.
+
+    The library offers only environment variables for this, which would also reach every child process.
+    """
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libglog" in line}
+        for path in paths:
+            ctypes.c_int.in_dll(ctypes.CDLL(path), "_ZN3fLI17FLAGS_minloglevelE").value = 3
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """One contiguous read. `first` and `pages` are its places in the batch (0, 0 for a tag table)."""
+
+    local_addr: int
+    remote_addr: int
+    nbytes: int
+    first: int = 0
+    pages: int = 0
+
+
+class _Source:
+    """A connected peer: where it is, how many descriptors are under way to it, and where its tags land."""
+
+    def __init__(self, export: PoolExport, address: MooncakeAddress) -> None:
+        self.export = export
+        self.address = address
+        self.tags_lock = threading.Lock()
+        self.tags_buffer = np.frombuffer(mmap.mmap(-1, tag_table_bytes(export.slots)), dtype=np.uint8)
+        self.tags_read: MooncakeTransfer | None = None
+        self._lock = threading.Lock()
+        self._under_way = 0
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._under_way >= WINDOW:
+                return False
+            self._under_way += 1
+            return True
+
+    def give(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+
+
+class MooncakeTransfer(Transfer):
+    """One batch: descriptors not yet submitted, and those under way. Driven by `wait` and `quiesced`."""
+
+    def __init__(
+        self, engine: MooncakeEngine, source: _Source, descriptors: list[Descriptor], local_ids_n: I64 | None = None
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._waiting = collections.deque(descriptors)
+        self._under_way: dict[int, Descriptor] = {}
+        self._bytes_under_way = 0
+        self._unproved = False
+        self._failed = False
+        self._state = TransferState.RUNNING
+        self._lock = threading.Lock()
+        self._local_ids_n = local_ids_n
+        self._sums_n2: U64 | None = None
+        if engine.digester is not None and local_ids_n is not None:
+            self._sums_n2 = np.empty((local_ids_n.size, 2), np.uint64)
+        with self._lock:
+            self._advance()
+
+    @property
+    def body_sums(self) -> U64 | None:
+        return self._sums_n2 if self._state is TransferState.DONE else None
+
+    def wait(self, timeout_ms: int) -> TransferState:
+        deadline_ms = self._engine.clock_ms() + timeout_ms
+        spins = 0
+        while True:
+            with self._lock:
+                if self._state is not TransferState.RUNNING:
+                    return self._state
+                landed = self._advance()
+                if self._failed:
+                    self._state = TransferState.FAILED
+                elif not self._waiting and not self._under_way:
+                    self._state = TransferState.DONE
+                elif self._engine.clock_ms() >= deadline_ms:
+                    self._state = TransferState.TIMED_OUT
+                if self._state in (TransferState.FAILED, TransferState.TIMED_OUT):
+                    self._waiting.clear()
+                busy = self._bytes_under_way > SPIN_BYTES
+            if landed or self._state is not TransferState.RUNNING:
+                continue
+            spins += 1
+            time.sleep(SLEEP_S if busy or spins > MAX_SPINS else 0)
+
+    def quiesced(self) -> bool:
+        if self._engine.stopped:
+            return True
+        with self._lock:
+            if self._state is not TransferState.RUNNING:
+                self._advance()
+            return not self._waiting and not self._under_way and not self._unproved
+
+    def _advance(self) -> bool:
+        """Polls what is under way, submits what fits and sums what has landed. True if something landed."""
+        landed = self._engine.call(self._turn)
+        if landed is None:
+            self._failed = True
+            return False
+        digester, ids_n = self._engine.digester, self._local_ids_n
+        if digester is not None and ids_n is not None and self._sums_n2 is not None:
+            # While the rest is still on its way, and what has landed is still in cache.
+            for d in landed:
+                places = slice(d.first, d.first + d.pages)
+                self._sums_n2[places] = digester.body_sums_many(self._engine.slots_SU8, ids_n[places])
+        return bool(landed)
+
+    def _turn(self, library: Any) -> list[Descriptor]:
+        landed = self._poll(library)
+        self._submit(library)
+        return landed
+
+    def _poll(self, library: Any) -> list[Descriptor]:
+        landed: list[Descriptor] = []
+        for batch_id in list(itertools.islice(self._under_way, POLL_AHEAD)):
+            status = library.transfer_check_status(batch_id)
+            if status == _PENDING:
+                continue
+            if status not in (_COMPLETED, _FAILED):  # the library gave up, but has not ended it
+                self._failed = True
+                continue
+            descriptor = self._under_way.pop(batch_id)
+            self._bytes_under_way -= descriptor.nbytes
+            self._source.give()
+            if status == _COMPLETED:
+                landed.append(descriptor)
+            else:
+                self._failed = True
+                self._unproved |= not self._engine.failure_is_end
+        return landed
+
+    def _submit(self, library: Any) -> None:
+        session = self._source.address.session
+        while self._waiting and not self._failed and self._source.take():
+            d = self._waiting[0]
+            batch_id = library.batch_transfer_async_read(session, [d.local_addr], [d.remote_addr], [d.nbytes])
+            if not batch_id:
+                self._source.give()
+                self._failed = True
+                return
+            self._waiting.popleft()
+            self._under_way[batch_id] = d
+            self._bytes_under_way += d.nbytes
+
+
+class MooncakeEngine(PoolEngine[_Source]):
+    """`host` is the address by which peers reach us; `protocol` tcp or rdma, `device` a NIC name filter for rdma.
+
+    Raises Unavailable (library_missing, library_failed) when the library cannot be loaded or started.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        protocol: str = "tcp",
+        device: str = "",
+        digester: PageDigester | None = None,
+        clock_ms: ClockMs = monotonic_ms,
+    ) -> None:
+        super().__init__()
+        try:
+            library = load_library()()
+        except (ImportError, OSError) as error:
+            raise Unavailable("library_missing", f"the mooncake library cannot be loaded: {error}") from error
+        hush_library()
+        if library.initialize(host, "P2PHANDSHAKE", protocol, device):
+            raise Unavailable("library_failed", f"the mooncake library cannot start on {host!r} with {protocol!r}")
+        hush_library()
+        self.digester = digester
+        self.clock_ms = clock_ms
+        self.failure_is_end = protocol == "tcp"
+        self._host, self._protocol = host, protocol
+        self._library: Any = library
+        self._calls = 0
+        self._idle = threading.Condition(self._lock)
+        self._probes = threading.BoundedSemaphore(MAX_PROBES)
+        self._late_buffers: list[U8] = []
+
+    @staticmethod
+    def available() -> str | None:
+        """None when the library loads, else the reason why not."""
+        try:
+            load_library()
+        except (ImportError, OSError) as error:
+            return f"mooncake-transfer-engine cannot be loaded: {error}"
+        return None
+
+    @property
+    def stopped(self) -> bool:
+        """True once the library's engine is gone and nothing can land any more."""
+        with self._lock:
+            return self._library is None and not self._calls
+
+    def call(self, use: Callable[[Any], R]) -> R | None:
+        """Runs `use` on the library's engine, which lives until it returns. None after `close`.
+
+        `use` must not keep its argument: the engine's destructor is the proof that nothing lands any more.
+        """
+        with self._lock:
+            library = self._library
+            if library is None:
+                return None
+            self._calls += 1
+        try:
+            return use(library)
+        finally:
+            del library
+            with self._lock:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    def _map(self, nbytes: int) -> U8:
+        return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+
+    def _register(self, incarnation: int) -> str:
+        assert self._buffer is not None  # publish checked it
+        base = self._buffer.ctypes.data
+        self._register_region(self._buffer)
+        return MooncakeAddress(f"{self._host}:{self._library.get_rpc_port()}", self._protocol, base).text()
+
+    def _attach(self, export: PoolExport) -> _Source:
+        address = parse_address(export.address)
+        if address.protocol != self._protocol:
+            raise InvalidInput(
+                "other_protocol",
+                f"the peer speaks {address.protocol!r} and we {self._protocol!r}",
+                field="export.address",
+            )
+        self._probe(address.session)
+        source = _Source(export, address)
+        if self._protocol != "tcp":  # over tcp our own side of a read needs no registration, so nobody gets at it
+            self._register_region(source.tags_buffer)
+        return source
+
+    def _register_region(self, region: U8) -> None:
+        if self.call(lambda library: library.register_memory(region.ctypes.data, region.size)) != 0:
+            raise TransferError("register_failed", "the mooncake library cannot register memory")
+
+    def _probe(self, session: str) -> None:
+        """Raises Unavailable unless the peer answers in time. A probe that hangs ends with the library's time-out."""
+        if not self._probes.acquire(blocking=False):
+            raise Unavailable("too_many_probes", f"{MAX_PROBES} peers already hang while being probed")
+        answers: list[int] = []
+
+        def ask() -> None:
+            try:
+                answer = self.call(lambda library: library.send_probe(session))
+                answers.append(-1 if answer is None else answer)
+            finally:
+                self._probes.release()
+
+        thread = threading.Thread(target=ask, name="mooncake-probe", daemon=True)
+        thread.start()
+        thread.join(CONNECT_TIMEOUT_MS / 1000)
+        if not answers or answers[0]:
+            raise Unavailable("peer_gone", f"nothing answers at {session}")
+
+    def _detach(self, source: _Source) -> None:
+        read = source.tags_read
+        if read is not None and not read.quiesced():
+            with self._lock:
+                self._late_buffers.append(source.tags_buffer)  # bytes may land there until the engine is torn down
+        elif self._protocol != "tcp":
+            self.call(lambda library: library.unregister_memory(source.tags_buffer.ctypes.data))
+
+    def _start(self, source: _Source, remote_ids_n: I64, local_ids_n: I64) -> Transfer:
+        size, slots_SU8 = source.export.slot_bytes, self.slots_SU8
+        local_base = slots_SU8.ctypes.data
+        remote_base = source.address.base + tag_table_bytes(source.export.slots)
+        descriptors = [
+            Descriptor(local_base + local * size, remote_base + remote * size, pages * size, first, pages)
+            for first, pages, remote, local in runs_of(remote_ids_n, local_ids_n, max(1, MAX_DESCRIPTOR_BYTES // size))
+        ]
+        return MooncakeTransfer(self, source, descriptors, local_ids_n)
+
+    def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
+        with source.tags_lock:
+            earlier = source.tags_read
+            if earlier is not None and not earlier.quiesced():
+                raise TransferTimeout("tags_stuck", "an earlier read of the peer's tags has not ended")
+            slots = source.export.slots
+            table = Descriptor(source.tags_buffer.ctypes.data, source.address.base, slots * 16)
+            read = source.tags_read = MooncakeTransfer(self, source, [table])
+            state = read.wait(timeout_ms)
+            if state is TransferState.TIMED_OUT:
+                raise TransferTimeout("tags_timeout", f"the peer's tags did not arrive within {timeout_ms} ms")
+            if state is not TransferState.DONE:
+                raise TransferError("peer_gone", "the peer's tags cannot be read")
+            return tags_of(source.tags_buffer, slots).copy()
+
+    def _tear_down(self) -> None:
+        with self._idle:
+            library, self._library = self._library, None
+            quiet = self._idle.wait_for(lambda: not self._calls, CLOSE_TIMEOUT_MS / 1000)
+            self._calls += 1  # `stopped` stays False until the destructor has run
+        if quiet and self._published and self._buffer is not None:
+            library.unregister_memory(self._buffer.ctypes.data)
+        del library  # runs the destructor, unless a call that hangs still holds the engine
+        with self._idle:
+            self._calls -= 1
+        if not quiet:
+            raise TransferTimeout("close_timeout", f"a library call has not returned within {CLOSE_TIMEOUT_MS} ms")
