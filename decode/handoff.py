@@ -36,7 +36,6 @@ class Accepted:
     handoff_id: bytes
     ticket_id: bytes
     export: PoolExport
-    cached_tokens: int
     lease_ms: int
 
 
@@ -53,6 +52,7 @@ class Completed(Generic[T]):
     first: T
     queue_ms: float
     prefill_ms: float
+    cached_tokens: int = 0
 
 
 HandoffEvent = Accepted | PagePromised | Completed[T]
@@ -118,6 +118,7 @@ class HandoffReceiver(Generic[T]):
         if self.state is HandoffState.COMPLETED:
             return
         if error is None and not self._checks.stream_end:
+            self.state = HandoffState.COMPLETED
             return
         self.state = HandoffState.FAILED
         raise error or Unavailable("handoff_cut", "prefill's stream ended before the handoff was complete")

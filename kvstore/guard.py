@@ -20,9 +20,9 @@ from kvstore.allocator import PageAllocator, PoolCounts
 from kvstore.checks import ALL_CHECKS, Checks
 from kvstore.descriptor import PageDescriptor
 from kvstore.digest import Digester
-from kvstore.errors import CorruptPage, GenlockError, InvalidInput, StalePage
-from kvstore.header import PageHeader
-from kvstore.ids import PageRef, Tag
+from kvstore.errors import CorruptPage, GenlockError, InvalidInput, LifecycleError, StalePage
+from kvstore.header import KEY_BYTES, PageHeader
+from kvstore.ids import PageRef
 from kvstore.layout import WORKING_FORMATS, HeadOrder, PageLayout
 from kvstore.lifecycle import SlotState
 from kvstore.pool import PoolStorage
@@ -62,7 +62,7 @@ class Published(Generic[T]):
     error: GenlockError | None
 
 
-class GuardedStep(Generic[T]):
+class GuardedStep:
     """One step in progress. Tokens leave only through `publish`, which runs the exit check."""
 
     def __init__(self, guard: Guard, plan: StepPlan, arrays: StepArrays, read: ReadTable, write: WriteTable) -> None:
@@ -96,6 +96,12 @@ class Guard:
             raise InvalidInput("format_not_built", f"kv_format {layout.kv_format} is not built", field="kv_format")
         if layout.order is not HeadOrder.HEAD_MAJOR:
             raise InvalidInput("order_not_built", f"order {layout.order} is not built", field="layout.order")
+        if digester.slot_bytes != layout.slot_bytes:
+            raise InvalidInput(
+                "bad_slot_bytes",
+                f"the digester is for slots of {digester.slot_bytes} bytes, the layout has {layout.slot_bytes}",
+                field="digest.slot_bytes",
+            )
         self.layout = layout
         self.checks = checks
         self.incarnation = incarnation
@@ -103,11 +109,17 @@ class Guard:
         self._scrub = scrub
         self._digester = digester
         self._lock = threading.RLock()
+        self._count_lock = threading.Lock()
         self._pool = PoolStorage(layout, slots, engine.allocate(slots, layout.slot_bytes))
         self._book = PageAllocator(slots, incarnation, self._pool.set_tag, self._freed, checks)
         for page_id in range(slots):
             self._pool.set_tag(page_id, self._book.live_tag(page_id))
         self.export = engine.publish(incarnation, layout.canonical())
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to `counters`. `counters[name] += 1` alone loses events when several threads count."""
+        with self._count_lock:
+            self.counters[name] += amount
 
     # --- the book -----------------------------------------------------------------------------------------------
 
@@ -135,6 +147,7 @@ class Guard:
             return self._book.allocate(owner, count)
 
     def retire(self, refs: Iterable[PageRef], owner: int) -> None:
+        """Gives pages back, all or none. Raises PagePinned, StalePage, LifecycleError."""
         with self._lock:
             self._book.retire(refs, owner)
 
@@ -172,14 +185,16 @@ class Guard:
     ) -> PageDescriptor:
         """Closes an open page, writes its header, digests it. Returns the descriptor that a peer may be given.
 
-        Raises StalePage or LifecycleError, and then the page is unchanged.
+        Raises StalePage or LifecycleError ('header_not_own' names the field), and then the page is unchanged.
+        StalePage also when the page was taken away while it was digested.
         """
+        self._require_own_header(ref, header, logical_index)
         with self._lock:
             self._book.seal(ref, owner, keep_in_cache=keep_in_cache)
             self._pool.zero_tail(ref.page_id, header.valid_rows)
             raw = self._pool.write_header(ref.page_id, header)
-        sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
-        self.counters["sealed"] += 1
+        sums = self._digest_sealed(ref)
+        self.count("sealed")
         return PageDescriptor(
             ref=ref,
             logical_index=logical_index,
@@ -194,20 +209,45 @@ class Guard:
     def describe(self, ref: PageRef, logical_index: int) -> PageDescriptor:
         """The descriptor of a page that was sealed before (a prefix hit): what its header says, and its digest now.
 
-        Raises StalePage when the page has moved on or its header is not its own.
+        Raises StalePage when the page has moved on, also meanwhile, or its header is not its own, and LifecycleError
+        for a page that is still open: what it holds can change.
         """
         with self._lock:
             if not self._book.is_live(ref):
                 raise StalePage("stale_ref", f"page {ref.page_id} has moved on")
+            if self._book.slot(ref.page_id).state is not SlotState.SEALED:
+                raise LifecycleError("not_sealed", f"page {ref.page_id} is still open")
             raw = self._pool.header_bytes(ref.page_id)
             header = self._pool.read_header(ref.page_id)
         if header is None or header.tag != ref.tag:
             raise StalePage("header_mismatch", f"page {ref.page_id} does not carry its own tag")
-        sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
+        sums = self._digest_sealed(ref)
         return PageDescriptor(
             ref, logical_index, header.first_position, header.valid_rows, self.layout.slot_bytes,
             header.layout_fingerprint, header.prefix_key, self._digester.finish(sums, raw),
         )  # fmt: skip
+
+    def _digest_sealed(self, ref: PageRef) -> npt.NDArray[np.uint64]:
+        """Body sums of a page, read without the lock; StalePage unless the page was the ref's until the end."""
+        sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
+        if not self.is_live(ref):
+            raise StalePage("stale_ref", f"page {ref.page_id} moved on while it was digested")
+        return sums
+
+    def _require_own_header(self, ref: PageRef, header: PageHeader, logical_index: int) -> None:
+        layout = self.layout
+        wrong = (
+            ("tag", header.tag != ref.tag),
+            ("layout_fingerprint", header.layout_fingerprint != layout.fingerprint),
+            ("first_position", header.first_position != logical_index * layout.page_tokens or logical_index < 0),
+            ("valid_rows", not 1 <= header.valid_rows <= layout.page_tokens),
+            ("prefix_key", len(header.prefix_key) != KEY_BYTES),
+        )
+        for name, bad in wrong:
+            if bad:
+                raise LifecycleError(
+                    "header_not_own", f"page {ref.page_id}: the header's {name} is not the page's", field=f"header.{name}"
+                )
 
     # --- receipt (kvstore/receive.py is the only caller) ----------------------------------------------------------
 
@@ -221,22 +261,35 @@ class Guard:
             body_sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
         return self._digester.finish(body_sums, self._pool.header_bytes(ref.page_id))
 
-    def adopt(self, ref: PageRef, owner: int, header: PageHeader) -> None:
-        """Gives a verified page our own header; a full page is sealed, a partial one stays open for appends."""
+    def prepare_landing(self, refs: Sequence[PageRef], owner: int) -> None:
+        """An engine is about to write these slots: they must be `owner`'s own open pages that nothing else may write.
+
+        Takes a hold on all or none, and wipes their headers, so that nothing left over from an earlier read can pass
+        for an arrival. Raises StalePage or LifecycleError ('not_owner', 'not_open', 'page_busy').
+        """
         with self._lock:
-            if header.valid_rows == self.layout.page_tokens:
-                self._book.seal(ref, owner)
-            elif not self._book.is_live(ref):
-                raise StalePage("stale_ref", f"page {ref.page_id} has moved on")
-            self._pool.write_header(ref.page_id, header)
+            self._book.claim(refs, owner)
+            for ref in refs:
+                self._pool.wipe_header(ref.page_id)
+
+    def adopt(self, pages: Sequence[tuple[PageRef, PageHeader]], owner: int) -> None:
+        """Gives verified pages our own headers, all or none; a full page is sealed, a partial one stays open for
+        appends. Raises StalePage or LifecycleError."""
+        with self._lock:
+            self._book.require_open([ref for ref, _ in pages], owner)
+            for ref, header in pages:
+                if header.valid_rows == self.layout.page_tokens:
+                    self._book.seal(ref, owner)
+                self._pool.write_header(ref.page_id, header)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, plan: StepPlan, on_arrays: Callable[[StepArrays], None] | None = None) -> Iterator[GuardedStep[T]]:
+    def step(self, plan: StepPlan, on_arrays: Callable[[StepArrays], None] | None = None) -> Iterator[GuardedStep]:
         """Reading and writing of one step. The entry check flags rows; kernels skip flagged rows.
 
-        `on_arrays` is a fault-injection hook that sees the packed arrays before the entry check.
+        Until the block ends the pages that the step writes are on hold: one that is given back meanwhile waits in
+        quarantine, so a kernel that is late cannot write into the next owner's page. `on_arrays` is a fault-injection hook that sees the packed arrays before the entry check.
         """
         arrays = StepArrays.build(plan, self.layout.page_tokens)
         if on_arrays is not None:
@@ -246,8 +299,7 @@ class Guard:
             arrays.check_rows(FLAG_ROWS)
         if self.checks.entry:
             self._compare_live(arrays, FLAG_ENTRY, "read_entry")
-        if self.checks.write:
-            self._check_writable(plan, arrays)
+        claimed = self._claim_writes(plan, arrays) if self.checks.write else []
         read = ReadTable(
             self.layout, pool.slots_SU8, pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.context_len_B,
             arrays.query_start_B1, arrays.position_N, flags, self.checks.kernel,
@@ -256,22 +308,27 @@ class Guard:
             self.layout, pool.slots_SU8, pool.live_S2, arrays.slot_N, arrays.offset_N, arrays.write_expected_N2,
             arrays.row_N, flags, self.checks.write,
         )  # fmt: skip
-        self.counters["read_kernel"] += int(arrays.page_count_B.sum()) * self.layout.layers
-        self.counters["write_rows"] += len(arrays.row_N)
-        yield GuardedStep(self, plan, arrays, read, write)
+        self.count("read_kernel", int(arrays.page_count_B.sum()) * self.layout.layers)
+        self.count("write_rows", len(arrays.row_N))
+        try:
+            yield GuardedStep(self, plan, arrays, read, write)
+        finally:
+            self.prove(claimed)
 
-    def _exit(self, step: GuardedStep[T], outputs: Sequence[tuple[int, T]]) -> list[Published[T]]:
+    def _exit(self, step: GuardedStep, outputs: Sequence[tuple[int, T]]) -> list[Published[T]]:
         arrays, plan = step.arrays, step.plan
         if self.checks.rows:
             arrays.check_rows(FLAG_ROWS)
         if self.checks.exit:
             self._compare_live(arrays, FLAG_EXIT, "read_exit")
-        by_row: dict[int, tuple[int, T]] = dict(zip(arrays.logits_row_R.tolist(), outputs, strict=True))
+        # By the plan's order, never by an array that could have been permuted; a row without an output is not answered.
+        by_row = dict(zip(plan.wanting_R.tolist(), outputs, strict=False))
+        complete = len(outputs) == len(plan.wanting_R)
         published: list[Published[T]] = []
         for b, row in enumerate(plan.rows):
             number, output = by_row.get(b, (row.request_no, None))
             flags = int(arrays.flags_B[b])
-            if self.checks.rows and number != row.request_no:
+            if self.checks.rows and (number != row.request_no or (row.wants_logits and not complete)):
                 flags |= FLAG_ROWS
             error = self._error(flags)
             published.append(Published(row.request_no, None if error else output, error))
@@ -280,29 +337,31 @@ class Guard:
     def _error(self, flags: int) -> GenlockError | None:
         for flag, reason, kind, message in _FLAG_ERRORS:
             if flags & flag:
-                self.counters[f"refused_{reason}"] += 1
+                self.count(f"refused_{reason}")
                 return kind(reason, message)
         return None
 
     def _compare_live(self, arrays: StepArrays, flag: int, counter: str) -> None:
-        self.counters[counter] += check_live(
+        compared = check_live(
             self._pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.page_count_B, arrays.flags_B, flag
         )
+        self.count(counter, compared)
 
-    def _check_writable(self, plan: StepPlan, arrays: StepArrays) -> None:
-        """A row may write only pages that are open and its own."""
+    def _claim_writes(self, plan: StepPlan, arrays: StepArrays) -> list[PageRef]:
+        """A row may write only pages that are open, its own and nobody else's to write. Returns those now on hold."""
+        claimed: list[PageRef] = []
         page_tokens = self.layout.page_tokens
-        for b, row in enumerate(plan.rows):
-            first, last = row.first_position // page_tokens, (row.context_len - 1) // page_tokens
-            for ref in row.pages.refs[first : last + 1]:
-                slot = self._book.slot(ref.page_id) if 0 <= ref.page_id < len(self._book) else None
-                if (
-                    slot is None
-                    or slot.state is not SlotState.OPEN
-                    or slot.owner != row.request_no
-                    or ref.tag != Tag(self.incarnation, slot.generation)
-                ):
+        with self._lock:
+            for b, row in enumerate(plan.rows):
+                first, last = row.first_position // page_tokens, (row.context_len - 1) // page_tokens
+                refs = row.pages.refs[max(first, 0) : last + 1]
+                try:
+                    self._book.claim(refs, row.request_no)
+                except (StalePage, LifecycleError):
                     arrays.flags_B[b] |= FLAG_KERNEL_WRITE
+                else:
+                    claimed.extend(refs)
+        return claimed
 
     def _freed(self, page_id: int) -> None:
         if self._scrub:

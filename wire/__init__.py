@@ -1,1 +1,1 @@
-"""What every gRPC server and client of Genlock shares. No decisions are made here."""
+"""What both kinds of workers share: messages to dataclasses, errors to statuses, the step loop, status."""

@@ -11,8 +11,8 @@ Unavailable, Cancelled or DeadlineExceeded where it says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -53,6 +53,16 @@ _TRANSPORT: dict[grpc.StatusCode, tuple[type[GenlockError], str]] = {
     grpc.StatusCode.ABORTED: (PageFault, "peer_aborted"),
     grpc.StatusCode.DATA_LOSS: (CorruptPage, "peer_data_loss"),
 }
+
+
+class EndedCall(Protocol):
+    """What `error_of_call` reads of a call."""
+
+    async def code(self) -> grpc.StatusCode: ...
+
+    async def details(self) -> str: ...
+
+    async def trailing_metadata(self) -> Any: ...
 
 
 def error_classes() -> dict[str, type[GenlockError]]:
@@ -118,8 +128,17 @@ async def abort_with(context: grpc.aio.ServicerContext, error: GenlockError) -> 
 
 def from_rpc(error: grpc.RpcError) -> GenlockError:
     """The typed error behind a failed call: the peer's own, or what the transport's status means."""
-    code, message = _code_of(error), _message_of(error)
-    for key, value in _trailers_of(error):
+    return _typed(_code_of(error), _message_of(error), _trailers_of(error))
+
+
+async def error_of_call(call: EndedCall) -> GenlockError:
+    """The typed error of a call of grpc.aio that has ended with a status other than OK."""
+    trailers = [(str(key), value) for key, value in await call.trailing_metadata() or ()]
+    return _typed(await call.code(), _clean(await call.details() or "", MAX_MESSAGE_CHARS), trailers)
+
+
+def _typed(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]) -> GenlockError:
+    for key, value in trailers:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
         try:

@@ -153,6 +153,7 @@ class SampledToken(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     logprob: _builtins.float
+    """Absent unless asked for."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledLogprob]:
         """The best alternatives, best first."""
@@ -161,14 +162,16 @@ class SampledToken(_message.Message):
         self,
         *,
         token_id: _builtins.int = ...,
-        logprob: _builtins.float = ...,
+        logprob: _builtins.float | None = ...,
         top: _abc.Iterable[Global___SampledLogprob] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
 
 Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
@@ -346,15 +349,19 @@ class LeaseRelease(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
+    suspect: _builtins.bool
+    """A page failed its checks: prefill must not use any of them again."""
     def __init__(
         self,
         *,
         handoff_id: _builtins.bytes = ...,
+        suspect: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "suspect", b"suspect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,11 +413,9 @@ class HandoffAccepted(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.bytes
     """Echo of the ticket."""
-    cached_tokens: _builtins.int
     lease_ms: _builtins.int
     """The lease's length from each sealed page or renewal, milliseconds."""
     @_builtins.property
@@ -420,12 +425,11 @@ class HandoffAccepted(_message.Message):
         *,
         pool: Global___PoolExport | None = ...,
         ticket_id: _builtins.bytes = ...,
-        cached_tokens: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "lease_ms", b"lease_ms", "pool", b"pool", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "pool", b"pool", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,11 +524,14 @@ class HandoffCompleted(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     page_count: _builtins.int
     """Pages of the whole prompt; the exact set 0..page_count-1 must have arrived."""
     queue_ms: _builtins.float
     """Milliseconds on prefill's clock."""
     prefill_ms: _builtins.float
+    cached_tokens: _builtins.int
+    """Prompt tokens whose KV came from prefill's cache."""
     @_builtins.property
     def first_token(self) -> Global___SampledToken: ...
     def __init__(
@@ -534,10 +541,11 @@ class HandoffCompleted(_message.Message):
         first_token: Global___SampledToken | None = ...,
         queue_ms: _builtins.float = ...,
         prefill_ms: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "page_count", b"page_count", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "first_token", b"first_token", "page_count", b"page_count", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -697,12 +705,15 @@ class PoolStatus(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     pages: _builtins.int
     free: _builtins.int
     open: _builtins.int
     sealed: _builtins.int
     quarantined: _builtins.int
     page_bytes: _builtins.int
+    cached: _builtins.int
+    """Sealed pages that the prefix cache keeps and nobody uses."""
     def __init__(
         self,
         *,
@@ -712,10 +723,11 @@ class PoolStatus(_message.Message):
         sealed: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
+        cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "open", b"open", "page_bytes", b"page_bytes", "pages", b"pages", "quarantined", b"quarantined", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "open", b"open", "page_bytes", b"page_bytes", "pages", b"pages", "quarantined", b"quarantined", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

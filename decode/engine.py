@@ -1,0 +1,236 @@
+"""Decode's step loop: applies what the core decides. One thread owns core and model; handoffs run on the event loop.
+
+submit ─► waiting ─admit─► handoff (pull.py) ─joined─► running ─plan/runner/apply─► tokens ─► sink of each request
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from decode.core import DecodeCore, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.pull import HandoffResult, Handoffs
+from kvstore.errors import Cancelled, GenlockError, Unavailable
+from kvstore.guard import Guard
+from kvstore.receive import PageReceiver
+from kvstore.step import StepPlan
+from model.runner import StepRunner
+from model.sampler import SampledToken, SampleRow
+from model.ticket import Ticket, finish_reason
+from wire.errors import as_genlock_error
+from wire.step_loop import StepLoop
+
+
+@dataclass
+class RequestFacts:
+    """What happened to one request so far."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    cached_tokens: int = 0
+    pages_received: int = 0
+    read_checks: int = 0
+    write_checks: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last thing that a sink hears of a request that finished well."""
+
+    finished: Finished
+    facts: RequestFacts
+
+
+Sink = Callable[["SampledToken | Ended | GenlockError"], None]
+
+
+@dataclass
+class _Live:
+    ticket: Ticket
+    endpoint: str
+    worker: str
+    sink: Sink
+    facts: RequestFacts = field(default_factory=RequestFacts)
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class DecodeHooks:
+    """Fault injection; production leaves it empty. Runs on the step thread before each plan."""
+
+    before_plan: Callable[[], bool] | None = None  # False: do not compute now
+    on_plan: Callable[[StepPlan], StepPlan] | None = None
+
+
+@dataclass(frozen=True)
+class DecodeFacts:
+    """A snapshot for status, approximate while busy."""
+
+    waiting: int
+    running: int
+    steps: int
+    tokens: int
+    unproved_transfers: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+class DecodeEngine:
+    def __init__(
+        self,
+        core: DecodeCore[SampledToken],
+        runner: StepRunner,
+        guard: Guard,
+        receiver: PageReceiver,
+        handoffs: Handoffs,
+        eos_token_ids: tuple[int, ...],
+        clock: Callable[[], int],
+        hooks: DecodeHooks | None = None,
+    ) -> None:
+        self.core = core
+        self.guard = guard
+        self.draining = False
+        self._runner = runner
+        self._receiver = receiver
+        self._handoffs = handoffs
+        self._eos = eos_token_ids
+        self._clock = clock
+        self._hooks = hooks or DecodeHooks()
+        self._live: dict[int, _Live] = {}
+        self._aio: asyncio.AbstractEventLoop | None = None
+        self._steps = 0
+        self._tokens = 0
+        self._outcomes: Counter[str] = Counter()
+        self.loop = StepLoop("decode-steps", self._turn, clock)
+
+    def start(self, aio: asyncio.AbstractEventLoop) -> None:
+        """Starts the step thread; handoffs will run on `aio`."""
+        self._aio = aio
+        self.loop.start()
+
+    async def submit(self, ticket: Ticket, endpoint: str, worker: str, deadline_ms: int, sink: Sink) -> int:
+        """Queues a request; `sink` is called from the step thread. Raises what `DecodeCore.submit` raises."""
+        if self.draining:
+            raise Unavailable("draining", "this decode worker is draining")
+
+        def work() -> int:
+            request_no = self.core.submit(ticket, self._clock(), deadline_ms)
+            self._live[request_no] = _Live(ticket, endpoint, worker, sink)
+            return request_no
+
+        return await self.loop.call(work)
+
+    def cancel(self, request_no: int) -> None:
+        """The caller is gone. Safe from any thread and at any time; ended requests are ignored."""
+        error = Cancelled("cancelled", "the caller went away")
+        self.loop.post_quietly(lambda: self._deliver(self.core.fail(request_no, error)))
+
+    def facts(self) -> DecodeFacts:
+        core = self.core
+        return DecodeFacts(
+            core.waiting, core.running, self._steps, self._tokens, self._receiver.unproved_transfers,
+            dict(self._outcomes),
+        )  # fmt: skip
+
+    # --- on the step thread -------------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        now = self._clock()
+        if self._receiver.unproved_transfers:
+            self._receiver.sweep()
+        self._deliver(self.core.expire(now))
+        for start in self.core.admit(now):
+            self._start_handoff(start)
+        if self._hooks.before_plan is not None and not self._hooks.before_plan():
+            return False
+        plan, outcomes = self.core.plan(now)
+        self._deliver(outcomes)
+        if plan is None:
+            return bool(outcomes)
+        if self._hooks.on_plan is not None:
+            plan = self._hooks.on_plan(plan)
+        published = self._runner.run(plan, {row.request_no: self._sample_row(row.request_no) for row in plan.rows})
+        self._steps += 1
+        self._count(plan)
+        self._deliver(self.core.apply(plan, published, self._clock()))
+        return True
+
+    def _count(self, plan: StepPlan) -> None:
+        checks_a_page = self.guard.layout.layers + 2  # entry, once in each layer's kernel, exit
+        for row in plan.rows:
+            live = self._live.get(row.request_no)
+            if live is not None:
+                live.facts.read_checks += len(row.pages.refs) * checks_a_page
+                live.facts.write_checks += len(row.token_ids)
+
+    def _sample_row(self, request_no: int) -> SampleRow:
+        req = self.core.request(request_no)
+        assert req is not None, "a planned row has a request"
+        return SampleRow(req.ticket.sampling, len(req.tokens), req.generated, self._eos, req.tokens)
+
+    def _deliver(self, outcomes: list[Outcome[SampledToken]]) -> None:
+        for outcome in outcomes:
+            live = self._live.get(outcome.request_no)
+            if live is None:
+                continue
+            if isinstance(outcome, Emitted):
+                self._tokens += 1
+                live.sink(outcome.token)
+            elif isinstance(outcome, Preempted):
+                self._outcomes["preempted"] += 1
+            else:
+                self._finish(outcome, live)
+
+    def _finish(self, outcome: Finished | Failed, live: _Live) -> None:
+        del self._live[outcome.request_no]
+        if live.task is not None and self._aio is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed at the very end
+                self._aio.call_soon_threadsafe(live.task.cancel)
+        if isinstance(outcome, Finished):
+            self._outcomes["ok"] += 1
+            live.sink(Ended(outcome, live.facts))
+        else:
+            self._outcomes[outcome.error.reason] += 1
+            live.sink(outcome.error)
+
+    def _start_handoff(self, start: StartHandoff) -> None:
+        live = self._live[start.request_no]
+        live.facts.queue_ms += start.queue_ms
+        assert self._aio is not None, "started"
+        asyncio.run_coroutine_threadsafe(self._handoff(start, live), self._aio)
+
+    # --- on the event loop ----------------------------------------------------------------------------------------
+
+    async def _handoff(self, start: StartHandoff, live: _Live) -> None:
+        live.task = asyncio.current_task()
+        ticket = start.ticket
+
+        def ends_answer(token: SampledToken) -> bool:
+            return finish_reason(token.token_id, ticket.generated_tokens + 1, ticket.sampling, self._eos) is not None
+
+        try:
+            result = await self._handoffs.run(start, live.endpoint, live.worker, ends_answer)
+        except asyncio.CancelledError:
+            return
+        except Exception as surprise:
+            error = as_genlock_error(surprise)
+            self.loop.post_quietly(lambda: self._deliver(self.core.fail(start.request_no, error)))
+            return
+        finally:
+            live.task = None
+        self.loop.post_quietly(lambda: self._joined(start.request_no, result))
+
+    def _joined(self, request_no: int, result: HandoffResult) -> None:
+        live = self._live.get(request_no)
+        if live is None:
+            return
+        facts = live.facts
+        facts.queue_ms += result.prefill_queue_ms
+        facts.prefill_ms += result.prefill_ms
+        facts.transfer_ms += result.transfer_ms
+        facts.cached_tokens = result.cached_tokens
+        facts.pages_received += result.pages if result.verified else 0
+        self._deliver(self.core.joined(request_no, result.first, self._clock()))

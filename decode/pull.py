@@ -1,0 +1,322 @@
+"""The handoff as decode carries it out: calls prefill, pulls pages while prefill still computes, verifies, releases.
+
+One coroutine for each attempt; the rules are in handoff.py, the judgement of pages in kvstore/receive.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from decode.core import StartHandoff
+from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
+from genlock.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput, PageFault, Unavailable
+from kvstore.guard import Guard
+from kvstore.receive import PageOrder, PageReceiver
+from kvstore.registry import IncarnationRegistry
+from kvstore.transfer.base import Peer, PoolExport, TransferEngine
+from model.sampler import SampledToken
+from wire.convert import descriptor_from_proto, export_from_proto, ticket_to_proto, token_from_proto
+from wire.errors import from_rpc
+
+RELEASE_TIMEOUT_S = 2.0
+MAX_PEERS = 1024
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # A prefill worker may come back on the same port: look again soon.
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+@dataclass(frozen=True)
+class PullHooks:
+    """Fault injection; production leaves them empty. Both run where the real thing would happen."""
+
+    on_event: Callable[[worker_pb2.HandoffEvent], list[worker_pb2.HandoffEvent]] | None = None
+    before_pull: Callable[[StartHandoff, tuple[PageOrder, ...]], None] | None = None  # on the pull's thread
+
+
+@dataclass(frozen=True)
+class HandoffResult:
+    """A verified handoff, or one whose first token ends the answer (then `verified` may be False)."""
+
+    first: SampledToken
+    cached_tokens: int
+    prefill_queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    pages: int
+    verified: bool
+
+
+class PeerTable:
+    """Connected pools by worker name. A name that comes back with a new incarnation is a new peer."""
+
+    def __init__(self, engine: TransferEngine, registry: IncarnationRegistry) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._peers: dict[int, Peer] = {}
+        self._names: dict[str, int] = {}
+
+    def connect(self, name: str, export: PoolExport) -> Peer:
+        """Raises StalePage for a dead incarnation, Unavailable or InvalidInput where the engine refuses."""
+        former = self._registry.see(name, export.incarnation)
+        if former is not None:
+            self._drop(former)
+        peer = self._peers.get(export.incarnation)
+        if peer is None or peer.export != export:
+            if peer is not None:
+                self._drop(export.incarnation)
+            if len(self._peers) >= MAX_PEERS:
+                self._drop(next(iter(self._peers)))
+            peer = self._peers[export.incarnation] = self._engine.connect(export)
+        return peer
+
+    def _drop(self, incarnation: int) -> None:
+        peer = self._peers.pop(incarnation, None)
+        if peer is not None:
+            self._engine.disconnect(peer)
+
+
+@dataclass
+class Handoffs:
+    """What all handoffs of a decode worker share."""
+
+    guard: Guard
+    receiver: PageReceiver
+    peers: PeerTable
+    executor: Executor
+    clock: Callable[[], int]
+    transfer_timeout_ms: int
+    hooks: PullHooks = field(default_factory=PullHooks)
+    _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+
+    async def run(
+        self, start: StartHandoff, endpoint: str, worker: str, ends_answer: Callable[[SampledToken], bool]
+    ) -> HandoffResult:
+        """One attempt. Raises the typed error that ends the request; prefill's lease is released or cancelled."""
+        attempt = _Attempt(self, start, endpoint, worker, ends_answer)
+        return await attempt.run()
+
+    def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        return worker_pb2_grpc.PrefillServiceStub(channel)
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close(None)
+
+
+class _Attempt:
+    def __init__(
+        self,
+        shared: Handoffs,
+        start: StartHandoff,
+        endpoint: str,
+        worker: str,
+        ends_answer: Callable[[SampledToken], bool],
+    ) -> None:
+        self._shared = shared
+        self._start = start
+        self._endpoint = endpoint
+        self._worker = worker
+        self._ends_answer = ends_answer
+        self._rules: HandoffReceiver[SampledToken] = HandoffReceiver(
+            start.ticket.ticket_id, shared.guard.layout, start.expected, start.local, shared.guard.checks
+        )
+        self._orders: list[PageOrder] = []
+        self._arrived = asyncio.Event()
+        self._completion = asyncio.Event()
+        self._completed_ms = 0
+        self._peer: Peer | None = None
+
+    async def run(self) -> HandoffResult:
+        call = self._shared.stub(self._endpoint).Prefill()  # type: ignore[call-arg] # grpc.aio: written to as it goes
+        reader: asyncio.Task[None] | None = None
+        helpers: list[asyncio.Task[Any]] = []
+        try:
+            await self._write(call, worker_pb2.PrefillCommand(ticket=ticket_to_proto(self._start.ticket)))
+            reader = asyncio.create_task(self._read(call))
+            puller = asyncio.create_task(self._pull())
+            helpers = [puller, asyncio.create_task(self._renew(call))]
+            await self._wait(reader, puller)
+            result = self._result()
+            await self._release(call, reader, suspect=False)
+            return result
+        except PageFault:
+            if reader is not None:
+                await self._release(call, reader, suspect=True)
+            raise
+        finally:
+            for task in helpers:
+                task.cancel()
+            call.cancel()
+            if reader is not None:
+                reader.cancel()
+                await asyncio.gather(reader, *helpers, return_exceptions=True)
+
+    async def _wait(self, reader: asyncio.Task[None], puller: asyncio.Task[None]) -> None:
+        """Until every page is verified, or the first token ends the answer, or something fails."""
+        completion = asyncio.create_task(self._completion.wait())
+        try:
+            pending: set[asyncio.Task[Any]] = {reader, puller, completion}
+            while not puller.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                completed = self._rules.completed
+                if completed is not None and self._ends_answer(completed.first):
+                    return
+        finally:
+            completion.cancel()
+
+    async def _write(self, call: Any, command: worker_pb2.PrefillCommand) -> None:
+        try:
+            await call.write(command)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            raise await self._why(call) from None
+
+    async def _why(self, call: Any) -> GenlockError:
+        """The status that a broken call ended with."""
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await call.read()
+        except grpc.aio.AioRpcError as error:
+            return _peer_error(from_rpc(error))
+        except (TimeoutError, asyncio.InvalidStateError):
+            pass
+        return Unavailable("prefill_unreachable", f"prefill worker {self._worker} broke the call")
+
+    async def _read(self, call: Any) -> None:
+        """Follows prefill's stream to its end, which comes after the release."""
+        error: GenlockError | None = None
+        try:
+            async for raw in self._messages(call):
+                event = _event(raw)
+                if event is None:
+                    continue
+                order = self._rules.on_event(event)
+                if isinstance(event, Accepted):
+                    await self._connect(event.export)
+                elif order is not None:
+                    self._orders.append(order)
+                    self._arrived.set()
+                if isinstance(event, Completed):
+                    self._completed_ms = self._shared.clock()
+                    self._completion.set()
+                    self._arrived.set()
+        except grpc.aio.AioRpcError as rpc_error:
+            error = _peer_error(from_rpc(rpc_error))
+        finally:
+            self._arrived.set()
+        self._rules.on_end(error)
+
+    async def _messages(self, call: Any) -> AsyncIterator[worker_pb2.HandoffEvent]:
+        hook = self._shared.hooks.on_event
+        async for message in call:
+            for item in [message] if hook is None else hook(message):
+                yield item
+
+    async def _connect(self, export: PoolExport) -> None:
+        loop = asyncio.get_running_loop()
+        self._peer = await loop.run_in_executor(self._shared.executor, self._shared.peers.connect, self._worker, export)
+
+    async def _pull(self) -> None:
+        """Pulls whatever has been promised, one batch at a time, until the handoff is ready."""
+        loop = asyncio.get_running_loop()
+        while not self._rules.ready:
+            await self._arrived.wait()
+            self._arrived.clear()
+            batch, self._orders = tuple(self._orders), []
+            if batch:
+                await loop.run_in_executor(self._shared.executor, self._pull_batch, batch)
+                self._rules.verified(batch)
+
+    def _pull_batch(self, batch: tuple[PageOrder, ...]) -> None:
+        shared = self._shared
+        if shared.hooks.before_pull is not None:
+            shared.hooks.before_pull(self._start, batch)
+        assert self._peer is not None, "pages are only promised after the handoff was accepted"
+        shared.receiver.pull(
+            self._peer, batch, self._start.request_no, self._start.expected, shared.transfer_timeout_ms
+        )
+
+    async def _renew(self, call: Any) -> None:
+        """Keeps the lease alive while pages are still being computed or pulled."""
+        while self._rules.accepted is None:
+            await asyncio.sleep(0.05)
+        accepted = self._rules.accepted
+        while True:
+            await asyncio.sleep(max(accepted.lease_ms, 30) / 3000)
+            renew = worker_pb2.LeaseRenew(handoff_id=accepted.handoff_id)
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(worker_pb2.PrefillCommand(renew=renew))
+
+    async def _release(self, call: Any, reader: asyncio.Task[None], *, suspect: bool) -> None:
+        """Tells prefill that the pages are done with. If that cannot be told, the call's end says it."""
+        accepted = self._rules.accepted
+        if accepted is None:
+            return
+        release = worker_pb2.LeaseRelease(handoff_id=accepted.handoff_id, suspect=suspect)
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await call.write(worker_pb2.PrefillCommand(release=release))
+                await call.done_writing()
+                await asyncio.wait([reader])
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            self._shared.guard.counters["release_lost"] += 1
+
+    def _result(self) -> HandoffResult:
+        completed = self._rules.completed
+        if completed is None:
+            if self._shared.guard.checks.stream_end:
+                raise Unavailable("handoff_cut", "prefill's stream ended before the handoff was complete")
+            completed = Completed(b"", 0, SampledToken(0), 0.0, 0.0)  # negative control: an end taken for completion
+        return HandoffResult(
+            first=completed.first,
+            cached_tokens=completed.cached_tokens,
+            prefill_queue_ms=completed.queue_ms,
+            prefill_ms=completed.prefill_ms,
+            transfer_ms=max(0, self._shared.clock() - (self._completed_ms or self._shared.clock())),
+            pages=self._start.expected.count,
+            verified=self._rules.ready,
+        )
+
+
+def _event(message: worker_pb2.HandoffEvent) -> HandoffEvent[SampledToken] | None:
+    """None for kinds that a later version may add, and for the farewell."""
+    kind = message.WhichOneof("event")
+    if kind == "accepted":
+        accepted = message.accepted
+        return Accepted(message.handoff_id, accepted.ticket_id, export_from_proto(accepted.pool), accepted.lease_ms)
+    if kind == "page":
+        return PagePromised(message.handoff_id, descriptor_from_proto(message.page))
+    if kind == "completed":
+        done = message.completed
+        first = token_from_proto(done.first_token)
+        return Completed(message.handoff_id, done.page_count, first, done.queue_ms, done.prefill_ms, done.cached_tokens)
+    return None
+
+
+def _peer_error(error: GenlockError) -> GenlockError:
+    """How prefill's failure looks to decode's caller: its own typed error, but never 'your input' for our mistake."""
+    if isinstance(error, InvalidInput):
+        return Unavailable("prefill_refused", f"prefill refused the handoff: {error.message}", field=error.field)
+    if error.reason == "cancelled":
+        return Unavailable("prefill_gone", "the prefill worker ended the handoff")
+    if isinstance(error, DeadlineExceeded):
+        return error
+    return error

@@ -1,0 +1,154 @@
+"""Prefill's step loop: applies what the core decides. One thread owns core and model.
+
+submit ─► waiting ─plan─► chunk ─► runner (guard, model) ─apply─► events ─► sink of each request
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.errors import NotFound, Unavailable
+from kvstore.guard import Guard
+from model.runner import StepRunner
+from model.sampler import SampledToken, SampleRow
+from model.ticket import Ticket
+from prefill.core import Event, HandoffFailed, PrefillCore, PrefillSequence
+from wire.step_loop import StepLoop
+
+Sink = Callable[[Event[SampledToken]], None]
+
+
+@dataclass(frozen=True)
+class PrefillHooks:
+    """Fault injection; production leaves them empty. `on_event` may change, drop or multiply what is sent."""
+
+    on_event: Callable[[PrefillSequence, Event[SampledToken]], list[Event[SampledToken]]] | None = None
+    before_plan: Callable[[], bool] | None = None  # False: do not compute now
+
+
+@dataclass(frozen=True)
+class PrefillFacts:
+    """A snapshot for status; made on the step thread's objects without locks, so it is approximate while busy."""
+
+    waiting: int
+    running: int
+    leases: int
+    cached_pages: int
+    steps: int
+    tokens: int
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+class PrefillEngine:
+    def __init__(
+        self,
+        core: PrefillCore[SampledToken],
+        runner: StepRunner,
+        guard: Guard,
+        eos_token_ids: tuple[int, ...],
+        clock: Callable[[], int],
+        hooks: PrefillHooks | None = None,
+    ) -> None:
+        self.core = core
+        self.guard = guard
+        self.draining = False
+        self._runner = runner
+        self._eos = eos_token_ids
+        self._clock = clock
+        self._hooks = hooks or PrefillHooks()
+        self._sinks: dict[int, Sink] = {}
+        self._steps = 0
+        self._tokens = 0
+        self._outcomes: Counter[str] = Counter()
+        self.loop = StepLoop("prefill-steps", self._turn, clock)
+
+    async def submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
+        """Queues a prompt; events reach `sink` from the step thread. Raises what `PrefillCore.submit` raises."""
+        if self.draining:
+            raise Unavailable("draining", "this prefill worker is draining")
+        return await self.loop.call(lambda: self._submit(ticket, sink))
+
+    def cancel(self, request_no: int) -> None:
+        """Ends a request whose caller is gone. Safe from any thread and at any time."""
+        self.loop.post_quietly(lambda: self._cancel(request_no))
+
+    def renew(self, handoff_id: bytes) -> None:
+        self.loop.post_quietly(lambda: self._known(lambda: self.core.renew(handoff_id, self._clock())))
+
+    async def release(self, handoff_id: bytes, *, suspect: bool) -> None:
+        """Raises NotFound for a handoff that is unknown, released before, or expired."""
+
+        def work() -> None:
+            request_no = self.core.release(handoff_id, suspect=suspect)
+            self._sinks.pop(request_no, None)
+            self._outcomes["suspect" if suspect else "ok"] += 1
+
+        await self.loop.call(work)
+
+    def facts(self) -> PrefillFacts:
+        core = self.core
+        return PrefillFacts(
+            core.waiting, core.running, len(core.leases), core.cached_pages, self._steps, self._tokens,
+            dict(self._outcomes),
+        )  # fmt: skip
+
+    # --- on the step thread -------------------------------------------------------------------------------------
+
+    def _submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
+        seq = self.core.submit(ticket, self._clock())
+        self._sinks[seq.request_no] = sink
+        return seq
+
+    def _cancel(self, request_no: int) -> None:
+        if self.core.cancel(request_no):
+            self._outcomes["cancelled"] += 1
+        self._sinks.pop(request_no, None)
+
+    def _known(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except NotFound:
+            self._outcomes["unknown_handoff"] += 1
+
+    def _turn(self) -> bool:
+        now = self._clock()
+        for failed in self.core.expire(now):
+            self._send(failed)
+        if self._hooks.before_plan is not None and not self._hooks.before_plan():
+            return False
+        plan, events = self.core.plan(now)
+        for event in events:
+            self._send(event)
+        if plan is None:
+            return False
+        sampling = {
+            row.request_no: self._sample_row(row.request_no, row.context_len) for row in plan.rows if row.wants_logits
+        }
+        published = self._runner.run(plan, sampling)
+        self._steps += 1
+        self._tokens += plan.tokens
+        for event in self.core.apply(plan, published, self._clock()):
+            self._send(event)
+        return True
+
+    def _sample_row(self, request_no: int, position: int) -> SampleRow:
+        seq = self.core.sequence(request_no)
+        assert seq is not None, "a planned row has a sequence"
+        ticket = seq.ticket
+        return SampleRow(ticket.sampling, position, ticket.generated_tokens, self._eos, ticket.token_ids)
+
+    def _send(self, event: Event[SampledToken]) -> None:
+        if isinstance(event, HandoffFailed):
+            self._outcomes[event.error.reason] += 1
+        seq = self.core.sequence(event.request_no)
+        events = [event]
+        if self._hooks.on_event is not None and seq is not None:
+            events = self._hooks.on_event(seq, event)
+        sink = self._sinks.get(event.request_no)
+        if sink is not None:
+            for item in events:
+                sink(item)
+        if isinstance(event, HandoffFailed):
+            self._sinks.pop(event.request_no, None)

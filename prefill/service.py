@@ -1,0 +1,143 @@
+"""Prefill's gRPC face: one call is one handoff. The caller's leaving ends it, whatever state it is in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from genlock.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.errors import Cancelled, GenlockError, InvalidInput, NotFound
+from model.base import ModelInfo
+from model.sampler import SampledToken
+from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, PrefillSequence
+from prefill.engine import PrefillEngine
+from wire.convert import descriptor_to_proto, export_to_proto, ticket_from_proto, token_to_proto
+from wire.errors import abort_with, as_genlock_error
+
+FIRST_COMMAND_S = 5.0
+MAX_QUEUED_EVENTS = 1 << 20  # pages of one prompt and two; bounds a peer that does not read
+
+
+class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
+    """Serves handoffs of one engine. `context` is grpc.aio's servicer context."""
+
+    def __init__(self, engine: PrefillEngine, info: ModelInfo) -> None:
+        self._engine = engine
+        self._info = info
+
+    async def Prefill(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
+        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: Any
+    ) -> None:
+        try:
+            await self._prefill(request_iterator, context)
+        except GenlockError as error:
+            await abort_with(context, error)
+        except (asyncio.CancelledError, Exception) as surprise:
+            if isinstance(surprise, asyncio.CancelledError):
+                raise
+            await abort_with(context, as_genlock_error(surprise))
+
+    async def _prefill(self, commands: AsyncIterator[worker_pb2.PrefillCommand], context: Any) -> None:
+        ticket = ticket_from_proto(await self._first(commands), self._info.vocab_size)
+        if ticket.model_revision != self._info.revision:
+            raise InvalidInput(
+                "model_differs", "the ticket is for another model revision", field="ticket.model_revision"
+            )
+        if ticket.tokenizer_digest != self._info.tokenizer_digest:
+            raise InvalidInput("tokenizer_differs", "the ticket's tokenizer differs", field="ticket.tokenizer_digest")
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event[SampledToken] | GenlockError | None] = asyncio.Queue()
+
+        def sink(event: Event[SampledToken]) -> None:  # on the step thread
+            # A closed loop has no caller left to tell.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        seq = await self._engine.submit(ticket, sink)
+        reader = asyncio.create_task(self._read_commands(commands, seq, events))
+        try:
+            await context.write(self._accepted(seq))
+            while (event := await events.get()) is not None:
+                if isinstance(event, GenlockError):
+                    raise event
+                if isinstance(event, HandoffFailed):
+                    raise event.error
+                await context.write(self._event(seq, event))
+            await context.write(
+                worker_pb2.HandoffEvent(handoff_id=seq.handoff_id, released=worker_pb2.HandoffReleased())
+            )
+        finally:
+            reader.cancel()
+            self._engine.cancel(seq.request_no)  # nothing is left to cancel after a release
+
+    async def _first(self, commands: AsyncIterator[worker_pb2.PrefillCommand]) -> worker_pb2.Ticket:
+        try:
+            async with asyncio.timeout(FIRST_COMMAND_S):
+                first = await anext(commands)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidInput("no_ticket", "the first command must be a ticket", field="ticket") from None
+        if first.WhichOneof("command") != "ticket":
+            raise InvalidInput("no_ticket", "the first command must be a ticket", field="ticket")
+        return first.ticket
+
+    async def _read_commands(
+        self,
+        commands: AsyncIterator[worker_pb2.PrefillCommand],
+        seq: PrefillSequence,
+        events: asyncio.Queue[Event[SampledToken] | GenlockError | None],
+    ) -> None:
+        """Carries out renewals and the release; None ends the call well, an error ends it badly."""
+        try:
+            async for command in commands:
+                kind = command.WhichOneof("command")
+                if kind == "renew":
+                    self._require_own(command.renew.handoff_id, seq)
+                    self._engine.renew(seq.handoff_id)
+                elif kind == "release":
+                    self._require_own(command.release.handoff_id, seq)
+                    await self._engine.release(seq.handoff_id, suspect=command.release.suspect)
+                    events.put_nowait(None)
+                    return
+                else:
+                    raise InvalidInput("second_ticket", "one call carries one ticket", field="ticket")
+            if not seq.completed:
+                return  # half-closed: it cannot renew, so the lease's own deadline ends it
+        except GenlockError as error:
+            events.put_nowait(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            events.put_nowait(Cancelled("caller_gone", "the caller's side of the call broke"))
+
+    @staticmethod
+    def _require_own(handoff_id: bytes, seq: PrefillSequence) -> None:
+        if handoff_id != seq.handoff_id:
+            raise NotFound("unknown_handoff", "this call has no such handoff")
+
+    def _accepted(self, seq: PrefillSequence) -> worker_pb2.HandoffEvent:
+        return worker_pb2.HandoffEvent(
+            handoff_id=seq.handoff_id,
+            accepted=worker_pb2.HandoffAccepted(
+                pool=export_to_proto(self._engine.guard.export),
+                ticket_id=seq.ticket.ticket_id,
+                lease_ms=self._engine.core.leases.lease_ms,
+            ),
+        )
+
+    def _event(
+        self, seq: PrefillSequence, event: PageSealed | HandoffCompleted[SampledToken]
+    ) -> worker_pb2.HandoffEvent:
+        if isinstance(event, PageSealed):
+            return worker_pb2.HandoffEvent(handoff_id=seq.handoff_id, page=descriptor_to_proto(event.desc))
+        return worker_pb2.HandoffEvent(
+            handoff_id=seq.handoff_id,
+            completed=worker_pb2.HandoffCompleted(
+                page_count=event.page_count,
+                first_token=token_to_proto(event.first),
+                queue_ms=event.queue_ms,
+                prefill_ms=event.prefill_ms,
+                cached_tokens=seq.cached_tokens,
+            ),
+        )

@@ -1,0 +1,178 @@
+"""Messages of worker.proto to dataclasses and back. Field checks happen here, once, at the border."""
+
+from __future__ import annotations
+
+from genlock.v1 import inference_pb2, worker_pb2
+from kvstore.descriptor import PageDescriptor
+from kvstore.errors import InvalidInput
+from kvstore.header import KEY_BYTES
+from kvstore.ids import PageRef, Tag
+from kvstore.transfer.base import PoolExport
+from model.sampler import SampledToken
+from model.sampling import SamplingParams
+from model.ticket import FinishReason, Ticket
+
+ID_BYTES = 16
+MAX_TENANT_CHARS = 256
+
+_FINISH_TO_PROTO = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+
+
+def require_id(raw: bytes, field: str) -> bytes:
+    """A server-made id of 16 bytes. Raises InvalidInput naming `field`."""
+    if len(raw) != ID_BYTES:
+        raise InvalidInput("bad_id", f"{field} must be {ID_BYTES} bytes", field=field)
+    return raw
+
+
+def finish_to_proto(reason: FinishReason) -> inference_pb2.FinishReason.ValueType:
+    return _FINISH_TO_PROTO[reason]
+
+
+def finish_from_proto(value: inference_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """None for FINISH_REASON_UNSPECIFIED and values of later versions."""
+    return _FINISH_FROM_PROTO.get(value)
+
+
+def ticket_to_proto(ticket: Ticket) -> worker_pb2.Ticket:
+    s = ticket.sampling
+    return worker_pb2.Ticket(
+        ticket_id=ticket.ticket_id,
+        tenant=ticket.tenant,
+        token_ids=ticket.token_ids,
+        sampling=worker_pb2.Sampling(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            seed=s.seed,
+            max_tokens=s.max_tokens,
+            min_tokens=s.min_tokens,
+            stop_token_ids=s.stop_token_ids,
+            ignore_eos=s.ignore_eos,
+            logprobs=s.logprobs,
+        ),
+        model_revision=ticket.model_revision,
+        tokenizer_digest=ticket.tokenizer_digest,
+        generated_tokens=ticket.generated_tokens,
+    )
+
+
+def ticket_from_proto(message: worker_pb2.Ticket, vocab_size: int) -> Ticket:
+    """Raises InvalidInput naming the field: bad id, no tokens, ids outside the vocabulary, impossible counts."""
+    ids = tuple(message.token_ids)
+    if not ids:
+        raise InvalidInput("empty_prompt", "the ticket has no tokens", field="ticket.token_ids")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidInput("token_out_of_range", "a token id is outside the vocabulary", field="ticket.token_ids")
+    if not 0 <= message.generated_tokens < len(ids):
+        raise InvalidInput(
+            "bad_count", "generated_tokens must be below the token count", field="ticket.generated_tokens"
+        )
+    if not message.tenant or len(message.tenant) > MAX_TENANT_CHARS:
+        raise InvalidInput("bad_tenant", "the ticket names no tenant", field="ticket.tenant")
+    s = message.sampling
+    if s.max_tokens < 1:
+        raise InvalidInput("bad_max_tokens", "max_tokens must be at least 1", field="ticket.sampling.max_tokens")
+    return Ticket(
+        ticket_id=require_id(message.ticket_id, "ticket.ticket_id"),
+        tenant=message.tenant,
+        token_ids=ids,
+        sampling=SamplingParams(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            seed=s.seed,
+            max_tokens=s.max_tokens,
+            min_tokens=s.min_tokens,
+            stop_token_ids=tuple(s.stop_token_ids),
+            ignore_eos=s.ignore_eos,
+            logprobs=s.logprobs,
+        ),
+        model_revision=message.model_revision,
+        tokenizer_digest=message.tokenizer_digest,
+        generated_tokens=message.generated_tokens,
+    )
+
+
+def token_to_proto(token: SampledToken) -> worker_pb2.SampledToken:
+    return worker_pb2.SampledToken(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top=[worker_pb2.SampledLogprob(token_id=t, logprob=lp) for t, lp in token.top],
+    )
+
+
+def token_from_proto(message: worker_pb2.SampledToken) -> SampledToken:
+    return SampledToken(
+        token_id=message.token_id,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top=tuple((t.token_id, t.logprob) for t in message.top),
+    )
+
+
+def export_to_proto(export: PoolExport) -> worker_pb2.PoolExport:
+    return worker_pb2.PoolExport(
+        engine=export.engine,
+        incarnation=export.incarnation,
+        layout=export.layout,
+        slots=export.slots,
+        slot_bytes=export.slot_bytes,
+        address=export.address,
+    )
+
+
+def export_from_proto(message: worker_pb2.PoolExport) -> PoolExport:
+    if message.incarnation <= 0:
+        raise InvalidInput("bad_incarnation", "an incarnation is a positive number", field="pool.incarnation")
+    if message.slots < 1:
+        raise InvalidInput("bad_pool", "a pool has at least one slot", field="pool.slots")
+    return PoolExport(
+        engine=message.engine,
+        incarnation=message.incarnation,
+        layout=message.layout,
+        slots=message.slots,
+        slot_bytes=message.slot_bytes,
+        address=message.address,
+    )
+
+
+def descriptor_to_proto(desc: PageDescriptor) -> worker_pb2.PageDescriptor:
+    return worker_pb2.PageDescriptor(
+        page_id=desc.ref.page_id,
+        incarnation=desc.ref.tag.incarnation,
+        generation=desc.ref.tag.generation,
+        logical_index=desc.logical_index,
+        first_position=desc.first_position,
+        valid_rows=desc.valid_rows,
+        byte_length=desc.byte_length,
+        layout_fingerprint=desc.layout_fingerprint,
+        prefix_key=desc.prefix_key,
+        digest=desc.digest,
+    )
+
+
+def descriptor_from_proto(message: worker_pb2.PageDescriptor) -> PageDescriptor:
+    """Shape only; whether it may be believed is the receipt's to judge."""
+    if len(message.prefix_key) != KEY_BYTES:
+        raise InvalidInput("bad_descriptor", f"prefix_key must be {KEY_BYTES} bytes", field="page.prefix_key")
+    tag = Tag(message.incarnation, message.generation)
+    if not tag.valid:
+        raise InvalidInput("bad_descriptor", "a tag is never zero", field="page.generation")
+    return PageDescriptor(
+        ref=PageRef(message.page_id, tag),
+        logical_index=message.logical_index,
+        first_position=message.first_position,
+        valid_rows=message.valid_rows,
+        byte_length=message.byte_length,
+        layout_fingerprint=message.layout_fingerprint,
+        prefix_key=message.prefix_key,
+        digest=message.digest,
+    )

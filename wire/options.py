@@ -1,0 +1,42 @@
+"""Channel and server options that all of Genlock's gRPC ends share."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Options of a channel between parts of a cluster."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # Workers are reached directly: a proxy for the outside world must not see tokens.
+        ("grpc.enable_http_proxy", 0),
+        # A worker that comes back is seen within a second, not after minutes of back-off.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        # A peer whose machine vanished sends no reset; without a ping its streams would hang.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Options of a server. A port that another process listens on is an error, not a shared port."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        # Allows the pings of `channel_options`.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def open_channel(endpoint: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to another part of the cluster; connects at the first call."""
+    return grpc.aio.insecure_channel(endpoint, options=channel_options(max_message_bytes))
