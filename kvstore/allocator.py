@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvstore.checks import ALL_CHECKS, Checks
 from kvstore.errors import InvalidInput, LifecycleError, NoCapacity, StalePage
-from kvstore.ids import PageRef, Tag
-from kvstore.lifecycle import CACHE_OWNER, Slot, SlotEvent, SlotState, apply_event
+from kvstore.ids import INCARNATION_BITS, PageRef, Tag
+from kvstore.lifecycle import CACHE_OWNER, NOBODY, Slot, SlotEvent, SlotState, apply_event
 
 MAX_SLOTS = 1 << 24
 
@@ -44,6 +44,8 @@ class PageAllocator:
     ) -> None:
         if not 1 <= slots <= MAX_SLOTS:
             raise InvalidInput("bad_pool", f"pool.slots must be 1 to {MAX_SLOTS}", field="pool.slots")
+        if not 1 <= incarnation < 1 << INCARNATION_BITS:
+            raise InvalidInput("bad_incarnation", "an incarnation is 1 to 2^63 - 1", field="pool.incarnation")
         self.incarnation = incarnation
         self.checks = checks
         self._slots = [Slot() for _ in range(slots)]
@@ -64,89 +66,135 @@ class PageAllocator:
         return PoolCounts(c[SlotState.FREE], c[SlotState.OPEN], c[SlotState.SEALED], c[SlotState.QUARANTINED])
 
     def slot(self, page_id: int) -> Slot:
-        """The state of one slot, for checkers and reports."""
+        """The state of one slot, for checkers and reports. Raises InvalidInput for a page outside the pool."""
+        if not 0 <= page_id < len(self._slots):
+            raise InvalidInput("page_out_of_range", f"page {page_id} is outside this pool", field="page_id")
         return self._slots[page_id]
 
     def live_tag(self, page_id: int) -> Tag:
-        return Tag(self.incarnation, self._slots[page_id].generation)
+        return Tag(self.incarnation, self.slot(page_id).generation)
 
     def is_live(self, ref: PageRef) -> bool:
-        """True if the ref names what the slot holds now."""
-        return 0 <= ref.page_id < len(self._slots) and ref.tag == self.live_tag(ref.page_id)
+        """True if the ref names what the slot holds now. Nothing names a slot that nobody owns."""
+        return (
+            0 <= ref.page_id < len(self._slots)
+            and ref.tag.generation % 2 == 1
+            and ref.tag == (self.incarnation, self._slots[ref.page_id].generation)
+        )
 
     def allocate(self, owner: int, count: int) -> tuple[PageRef, ...]:
-        """Takes `count` pages for `owner` or none. Raises NoCapacity('no_pages')."""
+        """Takes `count` pages for `owner` or none. Raises NoCapacity('no_pages'), InvalidInput (owner, count)."""
+        if owner == NOBODY or count < 0:
+            field = "count" if count < 0 else "owner"
+            raise InvalidInput("bad_allocation", "pages need an owner and a count of at least 0", field=field)
         if count > len(self._free):
             raise NoCapacity("no_pages", f"{count} pages are needed and {len(self._free)} are free")
         return tuple(self._ref(self._apply(self._free[-1], SlotEvent.ALLOCATE, owner)) for _ in range(count))
 
     def seal(self, ref: PageRef, owner: int, *, keep_in_cache: bool = False) -> None:
         """OPEN to SEALED; `keep_in_cache` gives the page to the prefix index. Raises StalePage, LifecycleError."""
-        self._require_owner(ref, owner)
+        self._require_owner(ref, self._known(ref), owner)
         self._apply(ref.page_id, SlotEvent.SEAL)
         if keep_in_cache:
             self._slots[ref.page_id] = self._slots[ref.page_id]._replace(owner=CACHE_OWNER)
 
-    def retire(self, refs: Iterable[PageRef], owner: int) -> None:
-        """Frees the owner's pages (into quarantine while an engine may touch them). Raises PagePinned, StalePage."""
+    def require_open(self, refs: Sequence[PageRef], owner: int) -> None:
+        """Raises StalePage or LifecycleError unless all are `owner`'s own open pages."""
         for ref in refs:
-            self._require_owner(ref, owner)
-            self._apply(ref.page_id, SlotEvent.RETIRE)
+            slot = self._known(ref)
+            self._require_owner(ref, slot, owner)
+            if slot.state is not SlotState.OPEN:
+                raise LifecycleError("not_open", f"page {ref.page_id} is {slot.state}")
+
+    def claim(self, refs: Sequence[PageRef], owner: int) -> None:
+        """Takes a hold on pages that are about to be written: `owner`'s own open pages that nobody else may write.
+
+        All or none. Raises StalePage, LifecycleError ('not_open', 'not_owner', 'page_busy'). `prove` ends it.
+        """
+        self.require_open(refs, owner)
+        if len({ref.page_id for ref in refs}) != len(refs) or any(self._slots[ref.page_id].holds for ref in refs):
+            raise LifecycleError("page_busy", "a page to be written may still be written by somebody else")
+        for ref in refs:
+            self._apply(ref.page_id, SlotEvent.HOLD)
+
+    def retire(self, refs: Iterable[PageRef], owner: int) -> None:
+        """Frees the owner's pages, all or none (into quarantine while an engine may touch them).
+
+        Raises PagePinned, StalePage, LifecycleError ('double_free', also for a page named twice; 'not_owner').
+        """
+        self._all_or_nothing(tuple(refs), SlotEvent.RETIRE, lambda ref, slot: self._require_retirable(ref, slot, owner))
 
     def condemn(self, ref: PageRef) -> bool:
         """Takes a page away from everybody at once: its tag moves, so that each reader fails. False if already gone."""
-        if not self.is_live(ref):
+        if not self.is_live(ref) or self._slots[ref.page_id].state not in (SlotState.OPEN, SlotState.SEALED):
             return False
         self._apply(ref.page_id, SlotEvent.CONDEMN)
         return True
 
     def share(self, refs: Sequence[PageRef]) -> None:
-        self._all_or_nothing(refs, SlotEvent.SHARE)
+        self._all_or_nothing(refs, SlotEvent.SHARE, self._require_live)
 
     def lease(self, refs: Sequence[PageRef]) -> None:
-        self._all_or_nothing(refs, SlotEvent.LEASE)
+        self._all_or_nothing(refs, SlotEvent.LEASE, self._require_live)
 
     def hold(self, refs: Sequence[PageRef]) -> None:
         """An engine may write to these pages from now on."""
-        self._all_or_nothing(refs, SlotEvent.HOLD)
+        self._all_or_nothing(refs, SlotEvent.HOLD, self._require_live)
 
     def unshare(self, refs: Iterable[PageRef]) -> None:
-        self._end(refs, SlotEvent.UNSHARE)
+        self._all_or_nothing(tuple(refs), SlotEvent.UNSHARE, self._require_same_life)
 
     def release(self, refs: Iterable[PageRef]) -> None:
-        self._end(refs, SlotEvent.RELEASE)
+        self._all_or_nothing(tuple(refs), SlotEvent.RELEASE, self._require_same_life)
 
     def prove(self, refs: Iterable[PageRef]) -> None:
         """An engine has proved that it will not touch these pages any more. The only way out of quarantine."""
-        self._end(refs, SlotEvent.PROVE)
+        due = tuple(refs)
+        if not self.checks.quarantine:  # then a held page may have been freed and given away: nothing is left to end
+            due = tuple(ref for ref in due if self._known(ref).holds and self._same_life(ref, self._known(ref)))
+        self._all_or_nothing(due, SlotEvent.PROVE, self._require_same_life)
 
-    def _end(self, refs: Iterable[PageRef], event: SlotEvent) -> None:
-        """Ends a count that was taken under this ref; the page itself may meanwhile be in quarantine."""
+    def _all_or_nothing(
+        self, refs: Sequence[PageRef], event: SlotEvent, require: Callable[[PageRef, Slot], None]
+    ) -> None:
+        """Tries the event on copies of all slots first, in order, so that a page named twice is judged twice."""
+        tried: dict[int, Slot] = {}
         for ref in refs:
-            slot = self._slots[ref.page_id]
-            same_life = slot.generation == ref.tag.generation or (
-                slot.state is SlotState.QUARANTINED and slot.generation == ref.tag.generation + 1
-            )
-            if ref.tag.incarnation != self.incarnation or not (same_life or not self.checks.tag_bump):
-                raise StalePage("stale_ref", f"page {ref.page_id} has moved on since this {event} was due")
-            self._apply(ref.page_id, event)
-
-    def _all_or_nothing(self, refs: Sequence[PageRef], event: SlotEvent) -> None:
-        for ref in refs:
-            self._require_live(ref)
-            apply_event(self._slots[ref.page_id], event, checks=self.checks)
+            slot = tried.get(ref.page_id) or self._known(ref)
+            require(ref, slot)
+            tried[ref.page_id] = apply_event(slot, event, checks=self.checks)
         for ref in refs:
             self._apply(ref.page_id, event)
 
-    def _require_live(self, ref: PageRef) -> None:
-        if not self.is_live(ref):
+    def _known(self, ref: PageRef) -> Slot:
+        """The slot, whatever it holds now. A page outside the pool, negative ids too, is no page of this pool."""
+        if not 0 <= ref.page_id < len(self._slots):
+            raise StalePage("stale_ref", f"page {ref.page_id} is outside this pool")
+        return self._slots[ref.page_id]
+
+    def _require_live(self, ref: PageRef, slot: Slot) -> None:
+        if ref.tag.generation % 2 == 0 or ref.tag != (self.incarnation, slot.generation):
             raise StalePage("stale_ref", f"page {ref.page_id} has moved on")
 
-    def _require_owner(self, ref: PageRef, owner: int) -> None:
-        if 0 <= ref.page_id < len(self._slots) and self._slots[ref.page_id].state is SlotState.FREE:
-            raise LifecycleError("double_free", f"page {ref.page_id} is free already")
-        self._require_live(ref)
-        if self._slots[ref.page_id].owner != owner:
+    def _require_same_life(self, ref: PageRef, slot: Slot) -> None:
+        if not self._same_life(ref, slot):
+            raise StalePage("stale_ref", f"page {ref.page_id} has moved on since this count was taken")
+
+    def _same_life(self, ref: PageRef, slot: Slot) -> bool:
+        """A count ends under the ref that it was taken under; the page itself may meanwhile be in quarantine."""
+        since = slot.generation - ref.tag.generation
+        same = since == 0 or (since == 1 and slot.state is SlotState.QUARANTINED) or not self.checks.tag_bump
+        return same and ref.tag.incarnation == self.incarnation and ref.tag.generation % 2 == 1
+
+    def _require_retirable(self, ref: PageRef, slot: Slot, owner: int) -> None:
+        gone = slot.state in (SlotState.FREE, SlotState.QUARANTINED)
+        if gone and ref.tag.incarnation == self.incarnation and ref.tag.generation <= slot.generation:
+            raise LifecycleError("double_free", f"page {ref.page_id} was given back already")
+        self._require_owner(ref, slot, owner)
+
+    def _require_owner(self, ref: PageRef, slot: Slot, owner: int) -> None:
+        self._require_live(ref, slot)
+        if slot.owner != owner:
             raise LifecycleError("not_owner", f"page {ref.page_id} belongs to somebody else")
 
     def _ref(self, page_id: int) -> PageRef:

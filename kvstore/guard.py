@@ -246,7 +246,9 @@ class Guard:
         for name, bad in wrong:
             if bad:
                 raise LifecycleError(
-                    "header_not_own", f"page {ref.page_id}: the header's {name} is not the page's", field=f"header.{name}"
+                    "header_not_own",
+                    f"page {ref.page_id}: the header's {name} is not the page's",
+                    field=f"header.{name}",
                 )
 
     # --- receipt (kvstore/receive.py is the only caller) ----------------------------------------------------------
@@ -289,7 +291,8 @@ class Guard:
         """Reading and writing of one step. The entry check flags rows; kernels skip flagged rows.
 
         Until the block ends the pages that the step writes are on hold: one that is given back meanwhile waits in
-        quarantine, so a kernel that is late cannot write into the next owner's page. `on_arrays` is a fault-injection hook that sees the packed arrays before the entry check.
+        quarantine, so that a late kernel cannot write into the next owner's page. `on_arrays` is a fault-injection
+        hook that sees the packed arrays before the entry check.
         """
         arrays = StepArrays.build(plan, self.layout.page_tokens)
         if on_arrays is not None:
@@ -328,7 +331,7 @@ class Guard:
         for b, row in enumerate(plan.rows):
             number, output = by_row.get(b, (row.request_no, None))
             flags = int(arrays.flags_B[b])
-            if self.checks.rows and (number != row.request_no or (row.wants_logits and not complete)):
+            if (self.checks.rows and number != row.request_no) or (row.wants_logits and not complete):
                 flags |= FLAG_ROWS
             error = self._error(flags)
             published.append(Published(row.request_no, None if error else output, error))

@@ -48,8 +48,9 @@ class PageHeader:
 
 
 def unpack_header(raw: bytes) -> PageHeader | None:
-    """Parses 128 bytes; None when they are not a header of this version."""
-    magic, version, _, incarnation, generation, fingerprint, position, rows, _, key = _PACK.unpack_from(raw)
-    if magic != MAGIC or version != VERSION:
+    """Parses 128 bytes; None when they are not a header of this version, reserved zeros included."""
+    if len(raw) != HEADER_BYTES:
         return None
-    return PageHeader(Tag(incarnation, generation), fingerprint, position, rows, key)
+    _, _, _, incarnation, generation, fingerprint, position, rows, _, key = _PACK.unpack_from(raw)
+    header = PageHeader(Tag(incarnation, generation), fingerprint, position, rows, key)
+    return header if header.pack() == raw else None

@@ -71,13 +71,19 @@ def _seal(slot: Slot, owner: int, checks: Checks) -> Slot:
     return slot._replace(state=SlotState.SEALED)
 
 
+def _vacant(generation: int) -> Slot:
+    """A slot that nobody uses: free, or for ever in quarantine once its generations are used up."""
+    worn_out = generation + 2 >= MAX_GENERATION
+    return Slot(SlotState.QUARANTINED if worn_out else SlotState.FREE, generation)
+
+
 def _leave(slot: Slot, checks: Checks) -> Slot:
     """Ends ownership: the tag moves; the slot is free unless somebody may still touch it."""
     generation = slot.generation + 1 if checks.tag_bump else slot.generation
     still_used = slot.holds > 0 or slot.pinned
     if still_used and checks.quarantine:
         return slot._replace(state=SlotState.QUARANTINED, generation=generation, owner=NOBODY)
-    return Slot(SlotState.FREE, generation)
+    return _vacant(generation)
 
 
 def _retire(slot: Slot, owner: int, checks: Checks) -> Slot:
@@ -95,9 +101,9 @@ def _count(field: str, step: int) -> Callable[[Slot, int, Checks], Slot]:
         value: int = getattr(slot, field) + step
         if value < 0:
             raise LifecycleError(f"no_{field[:-1]}", f"the page has no {field[:-1]} to end")
-        moved = Slot(**{**slot._asdict(), field: value})
+        moved = slot._replace(**{field: value})  # type: ignore[arg-type] # `field` names a count
         if moved.state is SlotState.QUARANTINED and not moved.pinned and moved.holds == 0:
-            return Slot(SlotState.FREE, moved.generation)
+            return _vacant(moved.generation)
         return moved
 
     return change

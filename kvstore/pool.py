@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.errors import InvalidInput
 from kvstore.header import PageHeader, unpack_header
 from kvstore.ids import Tag
 from kvstore.layout import HEADER_BYTES, HeadOrder, PageLayout
@@ -18,7 +19,8 @@ class PoolStorage:
     """Views on one buffer uint8 [pool_bytes(slots, slot_bytes)]."""
 
     def __init__(self, layout: PageLayout, slots: int, buffer: U8) -> None:
-        assert buffer.nbytes >= pool_bytes(slots, layout.slot_bytes), "engine gave too small a buffer"
+        if buffer.nbytes < pool_bytes(slots, layout.slot_bytes):
+            raise InvalidInput("bad_pool", "the engine gave too small a buffer", field="pool.slots")
         self._layout = layout
         start = tag_table_bytes(slots)
         self.live_S2: I64 = buffer[: slots * 16].view(np.int64).reshape(slots, 2)
@@ -38,15 +40,20 @@ class PoolStorage:
     def read_header(self, page_id: int) -> PageHeader | None:
         return unpack_header(self.header_bytes(page_id))
 
+    def wipe_header(self, page_id: int) -> None:
+        self.slots_SU8[page_id, :HEADER_BYTES] = 0
+
     def scrub(self, page_id: int) -> None:
         self.slots_SU8[page_id] = 0
 
     def zero_tail(self, page_id: int, valid_rows: int) -> None:
-        """Zeros codes and scales of rows that hold no token, so that a partial page has one content."""
+        """Zeros the slot's padding, and codes and scales of rows that hold no token, so that a page has one content
+        and shows nothing of its slot's former owner."""
         layout = self._layout
+        slot = self.slots_SU8[page_id]
+        slot[HEADER_BYTES + layout.layers * layout.layer_bytes :] = 0
         if valid_rows >= layout.page_tokens:
             return
-        slot = self.slots_SU8[page_id]
         for layer in range(layout.layers):
             base = HEADER_BYTES + layer * layout.layer_bytes
             for s in layout.streams:

@@ -72,8 +72,8 @@ def judge_digest(digest: int, desc: PageDescriptor, checks: Checks) -> None:
 
 
 def judge_source(live: Mapping[int, Tag] | None, desc: PageDescriptor, checks: Checks) -> None:
-    """`live` is the source's tag of the page, read after the data."""
-    if checks.source_tag and live is not None and live.get(desc.ref.page_id) != desc.ref.tag:
+    """`live` is the source's tag of the page, read after the data; a tag that was not read proves nothing."""
+    if checks.source_tag and (live or {}).get(desc.ref.page_id) != desc.ref.tag:
         raise StalePage("source_moved_on", f"page {desc.logical_index} was recycled while it was read")
 
 

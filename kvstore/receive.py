@@ -49,7 +49,7 @@ class PageReceiver:
         guard, refs = self._guard, tuple(o.local for o in orders)
         for order in orders:
             self._judge("descriptor", judge_descriptor, order.desc, peer.export, guard.layout, expected, guard.checks)
-        guard.hold(refs)
+        guard.prepare_landing(refs, owner)
         try:
             transfer = self._engine.read_pages(peer, [PagePair(o.desc.ref.page_id, o.local.page_id) for o in orders])
         except BaseException:
@@ -66,12 +66,11 @@ class PageReceiver:
         """Ends holds of transfers that have proved to be quiet. Call it now and then, also when idle. Returns how many
         transfers are still unproved."""
         with self._lock:
-            waiting, self._unproved = self._unproved, []
-            for transfer, refs in waiting:
+            for entry in tuple(self._unproved):
+                transfer, refs = entry
                 if transfer.quiesced():
+                    self._unproved.remove(entry)
                     self._guard.prove(refs)
-                else:
-                    self._unproved.append((transfer, refs))
             return len(self._unproved)
 
     def _finish(
@@ -100,19 +99,22 @@ class PageReceiver:
             page_id = order.desc.ref.page_id
             tag = Tag(int(live[page_id, 0]), int(live[page_id, 1])) if 0 <= page_id < len(live) else Tag(0, 0)
             self._judge("source_tag", judge_source, {page_id: tag}, order.desc, guard.checks)
-        for order in orders:
-            d = order.desc
-            guard.adopt(
-                order.local,
-                owner,
-                PageHeader(order.local.tag, d.layout_fingerprint, d.first_position, d.valid_rows, d.prefix_key),
-            )
-        guard.counters["pages_received"] += len(orders)
+        if guard.checks.quarantine and not transfer.quiesced():
+            raise TransferError("not_quiet", "the engine says done and has not proved that it stopped writing")
+        guard.adopt(
+            [
+                (o.local, PageHeader(o.local.tag, d.layout_fingerprint, d.first_position, d.valid_rows, d.prefix_key))
+                for o in orders
+                for d in (o.desc,)
+            ],
+            owner,
+        )
+        guard.count("pages_received", len(orders))
 
     def _judge(self, name: str, judge, *args: object) -> None:  # type: ignore[no-untyped-def] # several signatures
         try:
             judge(*args)
         except GenlockError as error:
-            self._guard.counters[f"receipt_{name}/{error.reason}"] += 1
+            self._guard.count(f"receipt_{name}/{error.reason}")
             raise
-        self._guard.counters[f"receipt_{name}/ok"] += 1
+        self._guard.count(f"receipt_{name}/ok")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.ids import PageRef
 from kvstore.step_kernels import check_rows, fold_pages, seal_row
@@ -74,6 +75,33 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
+    @cached_property
+    def request_no_B(self) -> I64:
+        return np.array([row.request_no for row in self.rows], dtype=np.int64)
+
+    @cached_property
+    def seal_B(self) -> I64:
+        return np.array([row.seal for row in self.rows], dtype=np.int64)
+
+    @cached_property
+    def wanting_R(self) -> I64:
+        """Rows that want logits, in order: one output each."""
+        return np.flatnonzero(np.array([row.wants_logits for row in self.rows], dtype=bool)).astype(np.int64)
+
+    @cached_property
+    def last_R(self) -> I64:
+        """Packed index of the last token of each row that wants logits."""
+        ends_B = np.cumsum([len(row.token_ids) for row in self.rows], dtype=np.int64)
+        last_R: I64 = ends_B[self.wanting_R] - 1
+        return last_R
+
+    @cached_property
+    def repeated_B(self) -> npt.NDArray[np.bool_]:
+        """Rows whose request number is not theirs alone."""
+        _, inverse_B, count_B = np.unique(self.request_no_B, return_inverse=True, return_counts=True)
+        repeated_B: npt.NDArray[np.bool_] = count_B[inverse_B] > 1
+        return repeated_B
+
 
 @dataclass
 class StepArrays:
@@ -96,6 +124,7 @@ class StepArrays:
     logits_at_R: I64
     logits_row_R: I64
     page_tokens: int = field(default=0)
+    plan: StepPlan = field(default_factory=lambda: StepPlan(0, ()))
 
     @classmethod
     def build(cls, plan: StepPlan, page_tokens: int) -> StepArrays:
@@ -115,10 +144,11 @@ class StepArrays:
         row_N = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
         position_N = first_B[row_N] + (np.arange(len(row_N)) - query_start_B1[row_N])
         index_N = position_N // page_tokens
-        wanting = [b for b, r in enumerate(rows) if r.wants_logits]
+        has_page_N = (index_N >= 0) & (index_N < page_count_B[row_N])  # else the row is flagged and nothing is written
+        index_N = np.where(has_page_N, index_N, 0)
         return cls(
-            request_no_B=np.array([r.request_no for r in rows], dtype=np.int64),
-            seal_B=np.array([r.seal for r in rows], dtype=np.int64),
+            request_no_B=plan.request_no_B.copy(),
+            seal_B=plan.seal_B.copy(),
             token_ids_N=np.fromiter((t for r in rows for t in r.token_ids), dtype=np.int64, count=len(row_N)),
             position_N=position_N,
             query_start_B1=query_start_B1,
@@ -126,20 +156,42 @@ class StepArrays:
             expected_BP2=expected_BP2,
             context_len_B=(first_B + counts).astype(np.int32),
             page_count_B=page_count_B,
-            slot_N=page_ids_BP[row_N, index_N],
+            slot_N=np.where(has_page_N, page_ids_BP[row_N, index_N], -1).astype(np.int32),
             offset_N=(position_N % page_tokens).astype(np.int32),
-            write_expected_N2=expected_BP2[row_N, index_N],
+            write_expected_N2=np.where(has_page_N[:, None], expected_BP2[row_N, index_N], 0),
             row_N=row_N,
             flags_B=np.zeros(len(rows), dtype=np.int32),
-            logits_at_R=np.array([query_start_B1[b + 1] - 1 for b in wanting], dtype=np.int64),
-            logits_row_R=np.array(wanting, dtype=np.int64),
+            logits_at_R=plan.last_R.copy(),
+            logits_row_R=plan.wanting_R.copy(),
             page_tokens=page_tokens,
+            plan=plan,
         )
 
     def check_rows(self, flag: int) -> None:
-        """Flags rows whose arrays do not agree with the plan (see `check_rows` above)."""
+        """Flags rows whose arrays do not agree with the plan; all rows if an array has lost its shape."""
+        if not self._shaped():
+            self.flags_B |= flag
+            return
         check_rows(
             self.request_no_B, self.seal_B, self.token_ids_N, self.position_N, self.query_start_B1,
             self.page_ids_BP, self.expected_BP2, self.context_len_B, self.page_count_B, self.slot_N,
-            self.offset_N, self.write_expected_N2, self.page_tokens, self.flags_B, flag,
+            self.offset_N, self.write_expected_N2, self.row_N, self.page_tokens, self.flags_B, flag,
         )  # fmt: skip
+        plan = self.plan
+        # Arrays may agree among themselves and still be another order of rows than the one that is published.
+        bad_B = (self.seal_B != plan.seal_B) | (self.request_no_B != plan.request_no_B) | plan.repeated_B
+        bad_R = (self.logits_row_R != plan.wanting_R) | (self.logits_at_R != plan.last_R)
+        bad_B[plan.wanting_R[bad_R]] = True
+        self.flags_B[bad_B] |= flag
+
+    def _shaped(self) -> bool:
+        rows, tokens, wanting = len(self.plan.rows), self.plan.tokens, len(self.plan.wanting_R)
+        wide = self.page_ids_BP.shape[1] if self.page_ids_BP.ndim == 2 else 0
+        shapes = (
+            (self.request_no_B, (rows,)), (self.seal_B, (rows,)), (self.token_ids_N, (tokens,)),
+            (self.position_N, (tokens,)), (self.query_start_B1, (rows + 1,)), (self.page_ids_BP, (rows, wide)),
+            (self.expected_BP2, (rows, wide, 2)), (self.context_len_B, (rows,)), (self.page_count_B, (rows,)),
+            (self.slot_N, (tokens,)), (self.offset_N, (tokens,)), (self.write_expected_N2, (tokens, 2)),
+            (self.row_N, (tokens,)), (self.logits_at_R, (wanting,)), (self.logits_row_R, (wanting,)),
+        )  # fmt: skip
+        return all(array.shape == shape for array, shape in shapes)

@@ -56,6 +56,7 @@ def check_rows(
     slot_N,
     offset_N,
     write_expected_N2,
+    row_N,
     page_tokens,
     flags_B,
     flag,
@@ -64,14 +65,18 @@ def check_rows(
     for b in range(request_no_B.shape[0]):
         start, end = query_start_B1[b], query_start_B1[b + 1]
         pages = page_count_B[b]
-        bad = end <= start or end > token_ids_N.shape[0] or pages > page_ids_BP.shape[1]
+        bad = start < 0 or end <= start or end > token_ids_N.shape[0] or pages < 0 or pages > page_ids_BP.shape[1]
+        if not bad:
+            bad = position_N[start] < 0
+            for i in range(pages, page_ids_BP.shape[1]):
+                bad |= page_ids_BP[b, i] != -1 or expected_BP2[b, i, 0] != 0 or expected_BP2[b, i, 1] != 0
         if not bad:
             fold = fold_pages(page_ids_BP[b], expected_BP2[b], pages)
             bad = seal_row(request_no_B[b], fold, position_N[start], token_ids_N[start:end]) != seal_B[b]
             bad |= context_len_B[b] != position_N[end - 1] + 1
             for n in range(start, end):
                 index = position_N[n] // page_tokens
-                bad |= position_N[n] != position_N[start] + (n - start) or index >= pages
+                bad |= position_N[n] != position_N[start] + (n - start) or index >= pages or row_N[n] != b
                 if not bad:
                     bad |= slot_N[n] != page_ids_BP[b, index] or offset_N[n] != position_N[n] % page_tokens
                     bad |= write_expected_N2[n, 0] != expected_BP2[b, index, 0]
@@ -85,7 +90,7 @@ def check_live(live_S2, page_ids_BP, expected_BP2, page_count_B, flags_B, flag):
     """ORs `flag` into rows that name a page whose live tag is not the expected one. Returns the pages compared."""
     compared = 0
     for b in range(page_ids_BP.shape[0]):
-        for i in range(page_count_B[b]):
+        for i in range(min(page_count_B[b], page_ids_BP.shape[1])):
             page_id = page_ids_BP[b, i]
             compared += 1
             same = 0 <= page_id < live_S2.shape[0]
