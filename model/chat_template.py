@@ -32,16 +32,15 @@ _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """`marked`: the text in which every control marker that a user wrote stands between `opening` and `closing`, two
-    characters that no message contains."""
+    """`marked`: the text in which `mark`, a character that no message contains, stands before every control marker that
+    a user wrote. (Before only: a template that cuts a message at a marker then leaves nothing behind it.)"""
 
     marked: str
-    opening: str
-    closing: str
+    mark: str
 
     @property
     def text(self) -> str:
-        return self.marked.replace(self.opening, "").replace(self.closing, "")
+        return self.marked.replace(self.mark, "")
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> RenderedChat:
         """Raises InvalidInput: `bad_messages`, `bad_role` (field `messages[i].role`) or `bad_chat_template`."""
         check_messages(messages)
-        opening, closing = _unused_characters("".join(value for message in messages for value in message.values()))
-        marked = [self._mark(message, opening, closing) for message in messages]
+        mark = _unused_character("".join(value for message in messages for value in message.values()))
+        marked = [self._mark(message, mark) for message in messages]
         size = sum(len(value) for message in marked for value in message.values())
         limit = 2 * size + MAX_OVERHEAD_CHARS
         parts: list[str] = []
@@ -78,7 +77,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may fail in any way that Python can
             raise _refused(f"{type(error).__name__}: {error}") from error
-        return RenderedChat("".join(parts), opening, closing)
+        return RenderedChat("".join(parts), mark)
 
     @cached_property
     def _template(self) -> Template:
@@ -95,12 +94,13 @@ class ChatTemplate:
     def _markers(self) -> re.Pattern[str] | None:
         return any_of(self.control_markers)
 
-    def _mark(self, message: Mapping[str, str], opening: str, closing: str) -> dict[str, str]:
-        """Puts the two characters around every control marker in what the user wrote."""
+    def _mark(self, message: Mapping[str, str], mark: str) -> dict[str, str]:
+        """Puts the mark before every control marker in what the user wrote."""
         if self._markers is None:
             return dict(message)
-        wrapped = rf"{opening}\g<0>{closing}"
-        return {key: value if key == "role" else self._markers.sub(wrapped, value) for key, value in message.items()}
+        return {
+            key: value if key == "role" else self._markers.sub(rf"{mark}\g<0>", value) for key, value in message.items()
+        }
 
 
 def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
@@ -135,14 +135,13 @@ def any_of(markers: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
 
 
-def _unused_characters(text: str) -> tuple[str, str]:
-    """The first two private-use characters that the text does not contain."""
+def _unused_character(text: str) -> str:
+    """The first private-use character that the text does not contain."""
     taken = set(text)
-    free = (chr(code) for code in range(_FIRST_PRIVATE, _LAST_PRIVATE) if chr(code) not in taken)
-    opening, closing = next(free, None), next(free, None)
-    if opening is None or closing is None:
+    free = next((chr(code) for code in range(_FIRST_PRIVATE, _LAST_PRIVATE) if chr(code) not in taken), None)
+    if free is None:
         raise InvalidInput("bad_messages", "messages use every private character", field="messages")
-    return opening, closing
+    return free
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

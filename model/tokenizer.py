@@ -90,7 +90,7 @@ class ByteLevelTokenizer:
         for match in controls.finditer(text):
             start, end = match.span()
             plain.append(text[at:start])
-            if chat and text[start - 1 : start] == chat.opening and text[end : end + 1] == chat.closing:
+            if chat and text.endswith(chat.mark, at, start):
                 plain.append(match.group())
             else:
                 ids += self._encode_parts(plain, chat)
@@ -103,7 +103,7 @@ class ByteLevelTokenizer:
     def _encode_parts(self, parts: Sequence[str], chat: RenderedChat | None) -> list[int]:
         text = "".join(parts)
         if chat:
-            text = text.replace(chat.opening, "").replace(chat.closing, "")
+            text = text.replace(chat.mark, "")
         return self._encode_plain(text)
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -293,6 +293,8 @@ def _without_controls(raw: Mapping[str, object], controls: Mapping[str, Control]
         raise _unsupported("tokenizer.json", "its model is not BPE")
     vocab = {text: index for text, index in model["vocab"].items() if text not in controls}
     added = [token for token in _added_tokens(raw) if token["content"] not in controls]
+    # The library numbers added tokens anew unless the vocabulary already holds them.
+    vocab |= {str(token["content"]): token["id"] for token in added}
     return {**raw, "model": {**model, "vocab": vocab}, "added_tokens": added, "post_processor": None}
 
 

@@ -128,6 +128,7 @@ def _windows(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
 def weights_from_gguf(file: GgufFile) -> Weights:
     """Decodes all tensors of a GGUF file of architecture `llama` to fp32 under HF names."""
     config = config_from_gguf(file.fields, tie_embeddings="output.weight" not in file.tensors)
+    names = {name: _hf_name(name) for name in file.tensors}  # first of all: a refusal should not cost a decode
     tensors: dict[str, Tensor] = {}
     for name, tensor in file.tensors.items():
         values = torch.from_numpy(dequantize(tensor))
@@ -135,7 +136,7 @@ def weights_from_gguf(file: GgufFile) -> Weights:
             values = _unpermute(values, config.heads)
         elif ".attn_k." in name:
             values = _unpermute(values, config.kv_heads)
-        tensors[_hf_name(name)] = values
+        tensors[names[name]] = values
     fingerprints = (fingerprint_tensor(name, str(tensor.kind), tensor.raw) for name, tensor in file.tensors.items())
     return Weights(config, tensors, revision_of(config, fingerprints))
 
