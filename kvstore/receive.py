@@ -23,6 +23,17 @@ class PageOrder:
     local: PageRef
 
 
+@dataclass(frozen=True)
+class Pull:
+    """A copy under way: made by `PageReceiver.begin`, ended by `PageReceiver.finish`."""
+
+    peer: Peer
+    orders: tuple[PageOrder, ...]
+    owner: int
+    expected: ExpectedPages
+    transfer: Transfer
+
+
 class PageReceiver:
     """Runs pulls (blocking; call it from a worker thread) and keeps what is not proved quiet in quarantine."""
 
@@ -44,8 +55,11 @@ class PageReceiver:
         Raises StalePage or CorruptPage (not provable), LayoutMismatch, TransferError, TransferTimeout. The caller then
         retires the local pages; those that an engine may still write go into quarantine.
         """
-        if not orders:
-            return
+        if orders:
+            self.finish(self.begin(peer, orders, owner, expected), timeout_ms)
+
+    def begin(self, peer: Peer, orders: Sequence[PageOrder], owner: int, expected: ExpectedPages) -> Pull:
+        """The first half of `pull`: judges the descriptors and starts the copy. Every begun pull must be finished."""
         guard, refs = self._guard, tuple(o.local for o in orders)
         for order in orders:
             self._judge("descriptor", judge_descriptor, order.desc, peer.export, guard.layout, expected, guard.checks)
@@ -55,11 +69,15 @@ class PageReceiver:
         except BaseException:
             guard.prove(refs)
             raise
+        return Pull(peer, tuple(orders), owner, expected, transfer)
+
+    def finish(self, pull: Pull, timeout_ms: int) -> None:
+        """The second half: waits for the copy, judges what arrived and adopts it."""
         try:
-            self._finish(peer, orders, owner, expected, transfer, timeout_ms)
+            self._finish(pull.peer, pull.orders, pull.owner, pull.expected, pull.transfer, timeout_ms)
         finally:
             with self._lock:
-                self._unproved.append((transfer, refs))
+                self._unproved.append((pull.transfer, tuple(o.local for o in pull.orders)))
             self.sweep()
 
     def sweep(self) -> int:
