@@ -70,7 +70,7 @@ class ModelConfig:
     name: str = _setting("smollm2", "Model to serve: a known name.", check=_not_blank)
     path: str = _setting("", "Folder or file of the checkpoint; empty: where the named model is installed.")
     linears: str = _setting(
-        "int8", "Format of the weights of linear layers in memory.", choices=("none", "int8", "fp8", "int4")
+        "auto", "Type of the linear layers' weights: fp16 where the CPU has it.", choices=("auto", "fp32", "fp16")
     )
 
 
@@ -83,7 +83,7 @@ class CacheConfig:
     attention: str = _setting("auto", "Attention kernels.", choices=("auto", "reference", "cpu", "triton"))
     prefill_pages: int = _setting(512, "Pages in the pool of a prefill worker.", low=2, high=1 << 22)
     decode_pages: int = _setting(1024, "Pages in the pool of a decode worker.", low=2, high=1 << 22)
-    scrub: bool = _setting(False, "Overwrite pages with zeros when they are retired.")
+    scrub: bool = _setting(True, "Overwrite pages with zeros when they are retired.")
 
 
 @dataclass(frozen=True)

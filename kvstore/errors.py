@@ -4,6 +4,8 @@
     ├── InvalidInput            bad field in a request or a configuration       INVALID_ARGUMENT
     ├── NoCapacity              no pages, no queue room; retry later            RESOURCE_EXHAUSTED
     ├── Unavailable             a worker or a peer is gone, draining, too late  UNAVAILABLE
+    ├── Unauthenticated         no credential, or one that is not known         UNAUTHENTICATED
+    ├── PermissionDenied        the caller may not ask this                     PERMISSION_DENIED
     ├── NotFound                an id that this process does not know           NOT_FOUND
     ├── Cancelled               the caller went away                            CANCELLED
     ├── DeadlineExceeded        the caller's deadline passed                    DEADLINE_EXCEEDED
@@ -61,6 +63,14 @@ class NoCapacity(GenlockError):
 
 class Unavailable(GenlockError):
     status = "UNAVAILABLE"
+
+
+class Unauthenticated(GenlockError):
+    status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(GenlockError):
+    status = "PERMISSION_DENIED"
 
 
 class NotFound(GenlockError):

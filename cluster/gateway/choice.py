@@ -1,0 +1,158 @@
+"""One answer: one stream from a decode worker, checked, detokenized, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.gateway.served import GatewayTokenizer, StreamChecks
+from cluster.gateway.text import ChoiceText, Piece
+from genlock.v1 import inference_pb2 as pb
+from genlock.v1 import worker_pb2 as worker
+from kvstore.errors import Unavailable
+from model.sampling import SamplingParams
+from wire.calls import ResponseStream, responses
+
+DecodeCall = ResponseStream[worker.DecodeEvent]
+TextPiece = Piece[worker.SampledToken]
+
+
+@dataclass(frozen=True)
+class ChoiceSpec:
+    """What an answer is made of; ids and names for the messages."""
+
+    request_id: str
+    server_id: str
+    index: int
+    stream: bool
+    sampling: SamplingParams
+    prompt_tokens: int
+    decode_worker: str
+    prefill_worker: str
+
+
+class Choice:
+    """Turns decode's events into messages for the client."""
+
+    def __init__(
+        self,
+        spec: ChoiceSpec,
+        call: DecodeCall,
+        tokenizer: GatewayTokenizer,
+        checks: StreamChecks,
+        now_ms: Callable[[], float],
+        received_ms: float,
+        on_first_token: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._call = call
+        self._tokenizer = tokenizer
+        self._checks = checks
+        self._now_ms = now_ms
+        self._received_ms = received_ms
+        self._on_first_token = on_first_token
+        hidden = frozenset(spec.sampling.stop_token_ids)
+        self._text: ChoiceText[worker.SampledToken] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
+        self._first_ms = 0.0
+        self._last_ms = 0.0
+        self._whole: list[TextPiece] = []
+
+    def cancel(self) -> None:
+        """Ends the call to decode at once; no effect on one that has ended."""
+        self._call.cancel()
+
+    async def messages(self) -> AsyncIterator[pb.GenerateResponse]:
+        """All messages of this answer; the last one carries `finished`.
+
+        Raises Unavailable `stream_cut` when decode's stream ends early, `stream_protocol` when it goes on after its
+        end, `tokens_lost` when tokens are missing, and whatever error decode answered.
+        """
+        finished: worker.DecodeFinished | None = None
+        async for event in responses(self._call):
+            if finished is not None:
+                raise Unavailable("stream_protocol", "the decode worker went on after the end of the answer")
+            if event.WhichOneof("event") == "finished":
+                finished = event.finished
+                continue
+            piece = self._take(event.tokens.tokens)
+            if piece.matched_stop:
+                self.cancel()
+                yield self._last_message(piece, pb.FINISH_REASON_STOP, None)
+                return
+            if piece.empty:
+                continue
+            if self._spec.stream:
+                yield self._message(piece)
+            else:
+                self._whole.append(piece)
+        if finished is None:
+            if self._checks.require_finished:
+                raise Unavailable("stream_cut", "the decode worker's stream ended before the answer was complete")
+            finished = worker.DecodeFinished(
+                finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=self._text.counted_tokens
+            )
+        if self._checks.require_all_tokens and finished.completion_tokens != self._text.counted_tokens:
+            raise Unavailable(
+                "tokens_lost",
+                f"the decode worker generated {finished.completion_tokens} tokens, {self._text.counted_tokens} came",
+            )
+        rest = self._text.finish()
+        reason = pb.FINISH_REASON_STOP if rest.matched_stop else finished.finish_reason
+        yield self._last_message(rest, reason, finished)
+
+    def _take(self, tokens: Sequence[worker.SampledToken]) -> TextPiece:
+        if tokens:
+            self._last_ms = self._now_ms()
+            if not self._first_ms:
+                self._first_ms = self._last_ms
+                self._on_first_token()
+        return self._text.push(tokens)
+
+    def _message(self, piece: TextPiece) -> pb.GenerateResponse:
+        spec = self._spec
+        message = pb.GenerateResponse(
+            request_id=spec.request_id,
+            server_id=spec.server_id,
+            index=spec.index,
+            text=piece.text,
+            token_ids=[token.token_id for token in piece.tokens],
+        )
+        if spec.sampling.logprobs >= 0:
+            message.logprobs.extend(self._logprob(token) for token in piece.tokens)
+        return message
+
+    def _logprob(self, token: worker.SampledToken) -> pb.TokenLogprob:
+        text_of = self._tokenizer.token_text
+        top = [
+            pb.TopLogprob(token_id=best.token_id, text=text_of(best.token_id), logprob=best.logprob)
+            for best in token.top[: self._spec.sampling.logprobs]
+        ]
+        return pb.TokenLogprob(token_id=token.token_id, text=text_of(token.token_id), logprob=token.logprob, top=top)
+
+    def _last_message(
+        self, piece: TextPiece, reason: pb.FinishReason.ValueType, done: worker.DecodeFinished | None
+    ) -> pb.GenerateResponse:
+        """The last message; `done` is None when a stop string ended the answer before decode did."""
+        pieces = [*self._whole, piece]
+        message = self._message(
+            Piece("".join(part.text for part in pieces), tuple(token for part in pieces for token in part.tokens))
+        )
+        count = self._text.counted_tokens
+        finished = message.finished
+        finished.finish_reason = reason
+        finished.matched_stop = piece.matched_stop
+        finished.decode_worker = self._spec.decode_worker
+        finished.prefill_worker = self._spec.prefill_worker
+        finished.usage.prompt_tokens = self._spec.prompt_tokens
+        finished.usage.completion_tokens = count
+        times = finished.timings
+        times.total_ms = self._now_ms() - self._received_ms
+        if count:
+            times.first_token_ms = self._first_ms - self._received_ms
+        if count > 1:
+            times.per_token_ms = (self._last_ms - self._first_ms) / (count - 1)
+        if done is not None:
+            finished.usage.cached_tokens = done.cached_tokens
+            times.queue_ms, times.prefill_ms, times.transfer_ms = done.queue_ms, done.prefill_ms, done.transfer_ms
+            finished.verification.CopyFrom(done.verification)
+        return message

@@ -1,0 +1,50 @@
+"""Prompts to token ids, once for each request. Long texts are tokenized on a thread, so that streams go on."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster.gateway.admission import Prompt
+from cluster.gateway.served import GatewayTokenizer
+from kvstore.errors import InvalidInput
+
+# Tokenizing this much takes well under a millisecond; a thread switch costs as much.
+INLINE_CHARS = 2048
+
+
+class PromptEncoder:
+    """One tokenizer with a small pool of threads."""
+
+    def __init__(self, tokenizer: GatewayTokenizer, threads: int = 2) -> None:
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """Raises InvalidInput for a chat template that cannot render the messages and for text that is not Unicode."""
+        if prompt.token_ids is not None:
+            return list(prompt.token_ids)
+        if _chars(prompt) <= INLINE_CHARS:
+            return self._encode(prompt)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, prompt)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        try:
+            if prompt.text is not None:
+                return self._tokenizer.encode(prompt.text)
+            turns = [{"role": turn.role, "content": turn.content} for turn in prompt.turns or ()]
+            return self._tokenizer.encode_chat(turns)
+        except InvalidInput as error:
+            # The tokenizer does not know the request's message; `messages[0].role` there is `chat.messages[0].role`.
+            inner = error.field if error.field.startswith("messages") else ""
+            field = f"{prompt.field.split('.')[0]}.{inner}" if inner else prompt.field
+            raise InvalidInput(error.reason, error.message, field=field) from error
+
+
+def _chars(prompt: Prompt) -> int:
+    if prompt.text is not None:
+        return len(prompt.text)
+    return sum(len(turn.content) for turn in prompt.turns or ())

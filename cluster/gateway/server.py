@@ -1,0 +1,157 @@
+"""The gateway behind one port: inference, operator, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.config import Config
+from cluster.gateway.identity import Authenticator
+from cluster.gateway.operator import OperatorService
+from cluster.gateway.poller import Poller
+from cluster.gateway.served import ServedModel, Sources, StreamChecks
+from cluster.gateway.service import InferenceService
+from cluster.gateway.state import GatewayState
+from cluster.roles import Role
+from genlock.v1 import inference_pb2, inference_pb2_grpc, operator_pb2, operator_pb2_grpc
+from kvstore.errors import GenlockError, Unavailable
+from wire.interceptor import TypedErrors
+from wire.options import server_options
+
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+GENERATE = "/genlock.v1.InferenceService/Generate"
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    operator_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
+)
+
+
+class Gateway:
+    """Starts, serves, drains, stops."""
+
+    def __init__(
+        self,
+        config: Config,
+        served: ServedModel,
+        sources: Sources,
+        *,
+        authenticator: Authenticator | None = None,
+        checks: StreamChecks | None = None,
+    ) -> None:
+        self.state = GatewayState(config, served, sources, authenticator=authenticator, checks=checks)
+        self.endpoint = ""
+        self._config = config
+        self._poller = Poller(self.state)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        self._server: grpc.aio.Server | None = None
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self._serving: bool | None = None
+
+    async def start(self) -> str:
+        """Listens and returns `host:port`. Raises Unavailable (`port_taken`) when the port cannot be had."""
+        server = grpc.aio.server(
+            interceptors=(TypedErrors(on_refused=self._on_refused),),
+            options=server_options(self._config.api.max_message_bytes),
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.state), server)
+        operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(self.state, app_version()), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        host = self._config.api.host
+        try:
+            port = server.add_insecure_port(f"{host}:{self._config.api.port}")
+        except RuntimeError as error:
+            raise Unavailable(
+                "port_taken",
+                f"cannot listen on {host}:{self._config.api.port}: choose another api.port (0: any free one)",
+                field="api.port",
+            ) from error
+        self.state.on_fleet_change = self._tell_health
+        self._tell_health()
+        await server.start()
+        self._server = server
+        self._poller.start()
+        self.endpoint = f"{host}:{port}"
+        return self.endpoint
+
+    async def stop(self, grace_ms: int = 0) -> None:
+        """Refuses new requests, lets running ones end for at most `grace_ms`, then ends the rest as Unavailable."""
+        server, self._server = self._server, None
+        self.state.draining = True
+        if server is not None:
+            self._tell_health()
+            await self._drain(grace_ms)
+            await server.stop(1.0)
+        await self._poller.stop()
+        await asyncio.gather(*self._health_tasks, return_exceptions=True)
+        await self.state.close()
+
+    def add_worker(self, worker_id: str, role: Role, endpoint: str) -> None:
+        """A worker to ask and, once it answers, to route to."""
+        self.state.add_worker(worker_id, role, endpoint)
+        self.state.look_again()
+
+    def worker_lost(self, worker_id: str, detail: str) -> None:
+        """The launcher saw a worker end; no need to wait for a poll to fail."""
+        record = self.state.fleet.get(worker_id)
+        self.state.set_fleet(self.state.fleet.failed(worker_id, record.endpoint, Unavailable("worker_lost", detail)))
+
+    async def remove_worker(self, worker_id: str) -> None:
+        record = self.state.fleet.get(worker_id)
+        self.state.set_fleet(self.state.fleet.removed(worker_id))
+        await self.state.close_channel(record.endpoint)
+
+    async def wait_ready(self, timeout_ms: float) -> None:
+        """Returns when a request can be served. Raises Unavailable that says what is missing."""
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                while not self.state.fleet.serving():
+                    await self._poller.look()
+                    if not self.state.fleet.serving():
+                        await asyncio.sleep(0.05)
+        except TimeoutError as error:
+            states = "; ".join(
+                f"{record.worker_id} is {record.state.value} {record.detail}".strip()
+                for record in self.state.fleet.workers.values()
+            )
+            raise Unavailable("not_ready", f"no worker of each role is ready: {states or 'no workers'}") from error
+
+    async def _drain(self, grace_ms: int) -> None:
+        tasks = [running.task for running in self.state.running]
+        if tasks and grace_ms > 0:
+            await asyncio.wait(tasks, timeout=grace_ms / 1000)
+        rest = list(self.state.running)
+        for running in rest:
+            running.stop(Unavailable("draining", "this gateway stopped before the answer was complete"))
+        if rest:
+            await asyncio.wait([running.task for running in rest], timeout=1.0)
+
+    def _on_refused(self, method: str, error: GenlockError) -> None:
+        if method == GENERATE:
+            self.state.outcomes[error.reason] += 1
+
+    def _tell_health(self) -> None:
+        serving = self.state.fleet.serving() and not self.state.draining
+        if serving is self._serving:
+            return
+        self._serving = serving
+        task = asyncio.ensure_future(self._set_health())
+        self._health_tasks.add(task)
+        task.add_done_callback(self._health_tasks.discard)
+
+    async def _set_health(self) -> None:
+        for service in ("", *SERVICES):
+            # Read anew each time: of two changes in a row the later one must win for every service.
+            serving = health_pb2.HealthCheckResponse.SERVING if self._serving else _NOT_SERVING
+            await self._health.set(service, serving)
+
+
+def app_version() -> str:
+    try:
+        return version("genlock")
+    except PackageNotFoundError:
+        return "0.0.0+source"

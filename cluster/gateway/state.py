@@ -1,0 +1,125 @@
+"""What the parts of one gateway share: configuration, fleet, counters, running requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import grpc.aio
+
+from cluster.config import Config
+from cluster.gateway.admission import ModelLimits
+from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
+from cluster.gateway.identity import Authenticator, SingleTenant
+from cluster.gateway.prompt import PromptEncoder
+from cluster.gateway.served import ServedModel, Sources, StreamChecks
+from cluster.roles import Role
+from genlock.v1 import worker_pb2_grpc
+from kvstore.errors import GenlockError, NoCapacity, Unavailable
+from wire.options import open_channel
+
+SHORTEST_PAUSE_MS = 50.0
+
+
+class Running:
+    """One running request. `stop` ends it from outside: the caller's Abort, or the end of a drain."""
+
+    def __init__(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self.key = key
+        self.task = task
+        self.stopped_by: GenlockError | None = None
+
+    def stop(self, error: GenlockError) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = error
+            self.task.cancel()
+
+
+class GatewayState:
+    def __init__(
+        self,
+        config: Config,
+        served: ServedModel,
+        sources: Sources,
+        *,
+        authenticator: Authenticator | None = None,
+        checks: StreamChecks | None = None,
+    ) -> None:
+        self.config = config
+        self.served = served
+        self.sources = sources
+        self.authenticator = authenticator or SingleTenant()
+        self.checks = checks or StreamChecks()
+        self.limits = ModelLimits(served.info.name, served.info.vocab_size, served.info.context_tokens)
+        self.encoder = PromptEncoder(served.tokenizer)
+        request_limit = config.workers.max_running + config.workers.max_waiting
+        self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
+        self.ledger = Ledger()
+        self.outcomes: Counter[str] = Counter()
+        self.running: set[Running] = set()
+        self.draining = False
+        self.started_ms = sources.now_ms()
+        self.on_fleet_change: Callable[[], None] = lambda: None
+        # Set when a request met a worker that is gone: the pollers need not wait for their next turn.
+        self._wake = asyncio.Event()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def add_worker(self, worker_id: str, role: Role, endpoint: str) -> None:
+        self.set_fleet(self.fleet.added(worker_id, role, endpoint))
+
+    def set_fleet(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.on_fleet_change()
+
+    def look_again(self) -> None:
+        """Something was unavailable: all workers are asked at once."""
+        self._wake.set()
+
+    async def pause(self, limit_ms: float) -> None:
+        """Waits for `look_again`, at most `limit_ms`; never less than a short while, however often it is called."""
+        shortest_ms = min(SHORTEST_PAUSE_MS, limit_ms)
+        await asyncio.sleep(shortest_ms / 1000)
+        try:
+            async with asyncio.timeout((limit_ms - shortest_ms) / 1000):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        """The one channel to a worker of the fleet."""
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = open_channel(endpoint, self.config.api.max_message_bytes)
+        return channel
+
+    def decode_stub(self, endpoint: str) -> worker_pb2_grpc.DecodeServiceAsyncStub:
+        return worker_pb2_grpc.DecodeServiceStub(self.channel(endpoint))
+
+    def worker_stub(self, endpoint: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
+        return worker_pb2_grpc.WorkerServiceStub(self.channel(endpoint))
+
+    async def close_channel(self, endpoint: str) -> None:
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            await channel.close(None)
+
+    def enter(self, key: tuple[str, str], task: asyncio.Task[None]) -> Running:
+        """Takes a place among the running requests. Raises NoCapacity, or Unavailable while draining."""
+        if self.draining:
+            raise Unavailable("draining", "this gateway is stopping and takes no new requests")
+        if len(self.running) >= self.config.api.max_requests:
+            raise NoCapacity(
+                "gateway_full",
+                f"{self.config.api.max_requests} requests are running in this gateway",
+                retry_after_ms=self.config.api.retry_after_ms,
+            )
+        running = Running(key, task)
+        self.running.add(running)
+        return running
+
+    async def close(self) -> None:
+        self.encoder.close()
+        for endpoint in list(self._channels):
+            await self.close_channel(endpoint)

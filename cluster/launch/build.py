@@ -1,0 +1,247 @@
+"""Puts a worker together from its spec: the only place that knows all parts of both roles."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc.aio
+import torch
+
+from cluster.launch.spec import WorkerSpec
+from cluster.roles import Role
+from decode.core import DecodeCore, DecodeLimits
+from decode.engine import DecodeEngine, DecodeHooks
+from decode.pull import Handoffs, PeerTable, PullHooks
+from decode.service import DecodeService
+from genlock.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.checks import ALL_CHECKS, Checks
+from kvstore.digest import Digester
+from kvstore.errors import InvalidInput, Unavailable
+from kvstore.guard import Guard
+from kvstore.ids import draw_incarnation
+from kvstore.keys import PrefixIdentity, PrefixKeyer
+from kvstore.layout import KvFormat
+from kvstore.receive import PageReceiver
+from kvstore.registry import IncarnationRegistry
+from kvstore.transfer.base import TransferEngine
+from kvstore.transfer.select import make_engine
+from model.attention.select import make_backend
+from model.base import LanguageModel
+from model.load import load_model
+from model.runner import StepHooks, StepRunner
+from model.sampler import SampledToken
+from prefill.core import PrefillCore, PrefillLimits
+from prefill.engine import PrefillEngine, PrefillHooks
+from prefill.service import PrefillService
+from wire.worker_status import WorkerStatusService, pool_status
+
+MAX_MESSAGE_BYTES = 16 << 20
+PULL_THREADS = 2
+LOOP_STOP_MS = 10_000
+
+
+def monotonic_ms() -> int:
+    return int(time.monotonic() * 1000)
+
+
+@dataclass(frozen=True)
+class WorkerTuning:
+    """What fault injection may replace in one worker. Never reachable from configuration."""
+
+    checks: Checks = ALL_CHECKS
+    clock: Callable[[], int] = monotonic_ms
+    wrap_engine: Callable[[TransferEngine], TransferEngine] | None = None
+    model: LanguageModel | None = None  # shared weights of workers in one process
+    prefill: PrefillHooks = field(default_factory=PrefillHooks)
+    decode: DecodeHooks = field(default_factory=DecodeHooks)
+    pull: PullHooks = field(default_factory=PullHooks)
+    step: StepHooks = field(default_factory=StepHooks)
+
+
+NO_TUNING = WorkerTuning()
+
+
+class BuiltWorker:
+    """A worker of either role. `guard`, `engine` and the like are there once `start` has returned."""
+
+    def __init__(self, spec: WorkerSpec, tuning: WorkerTuning = NO_TUNING) -> None:
+        self.spec = spec
+        self.tuning = tuning
+        self.endpoint = ""
+        self.guard: Guard
+        self.transfer: TransferEngine
+        self.engine: PrefillEngine | DecodeEngine
+        self._server: grpc.aio.Server | None = None
+        self._handoffs: Handoffs | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._status: WorkerStatusService | None = None
+        self._stopped = False
+        self._started = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.spec.worker_id
+
+    @property
+    def role(self) -> Role:
+        return self.spec.role
+
+    async def start(self) -> str:
+        """Loads the model, warms the kernels, listens. Raises InvalidInput or Unavailable; `stop` cleans up then."""
+        loop = asyncio.get_running_loop()
+        model, runner = await loop.run_in_executor(None, self._build)
+        if self.role is Role.PREFILL:
+            servicer = self._build_prefill(model, runner)
+        else:
+            servicer = self._build_decode(model, runner)
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ]
+        )
+        if isinstance(servicer, PrefillService):
+            worker_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+        else:
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+        self._status = WorkerStatusService(self.facts, self._drain, self._idle)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._status, server)
+        try:
+            port = server.add_insecure_port(f"{self.spec.host}:{self.spec.port}")
+        except RuntimeError as error:
+            raise Unavailable("port_taken", f"cannot listen on {self.spec.host}:{self.spec.port}") from error
+        self._server = server
+        if isinstance(self.engine, DecodeEngine):
+            self.engine.start(loop)
+        else:
+            self.engine.loop.start()
+        self._started = True
+        await server.start()
+        self.endpoint = f"{self.spec.host}:{port}"
+        return self.endpoint
+
+    async def stop(self, grace_ms: int) -> None:
+        """Drains for at most `grace_ms`, then ends everything. May be called twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._status is not None and self._started:
+            await self._status.drained(grace_ms / 1000)
+        if self._server is not None:
+            await self._server.stop(0.2)
+        loop = asyncio.get_running_loop()
+        if self._started:
+            await loop.run_in_executor(None, self.engine.loop.stop, LOOP_STOP_MS)
+        if self._handoffs is not None:
+            await self._handoffs.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        if hasattr(self, "transfer"):
+            await loop.run_in_executor(None, self.transfer.close)
+
+    def facts(self) -> worker_pb2.WorkerStatus:
+        """A snapshot for operators and the router."""
+        engine, guard = self.engine, self.guard
+        facts = engine.facts()
+        prefill = facts if isinstance(engine, PrefillEngine) else None
+        return worker_pb2.WorkerStatus(
+            worker_id=self.worker_id,
+            role=self.role.value,
+            incarnation=guard.incarnation,
+            layout_fingerprint=f"{guard.layout.fingerprint:016x}",
+            draining=engine.draining,
+            pool=pool_status(guard, engine.core.cached_pages if isinstance(engine, PrefillEngine) else 0),
+            running_requests=facts.running,
+            waiting_requests=facts.waiting,
+            leases=len(engine.core.leases) if isinstance(engine, PrefillEngine) and prefill else 0,
+            steps=facts.steps,
+            step_age_ms=max(0, self.tuning.clock() - engine.loop.last_turn_ms),
+            verification={key: int(value) for key, value in sorted(guard.counters.items())},
+            outcomes=facts.outcomes,
+            tokens=facts.tokens,
+            pid=os.getpid(),
+            transfer_engine=self.transfer.name,
+        )
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    def _build(self) -> tuple[LanguageModel, StepRunner]:
+        config = self.spec.config
+        torch.set_num_threads(config.workers.threads)
+        model = self.tuning.model or load_model(config.model.path or config.model.name, linears=config.model.linears)[0]
+        layout = model.layout(config.cache.page_tokens, KvFormat(config.cache.kv_format))
+        secret = self._secret()
+        digester = Digester(secret, layout.slot_bytes)
+        digester.warm_up()
+        engine = make_engine(config.transfer.engine, digester=digester, host=self.spec.host)
+        self.transfer = engine if self.tuning.wrap_engine is None else self.tuning.wrap_engine(engine)
+        slots = config.cache.prefill_pages if self.role is Role.PREFILL else config.cache.decode_pages
+        self.guard = Guard(
+            layout, slots, self.transfer, draw_incarnation(os.urandom), digester,
+            checks=self.tuning.checks, scrub=config.cache.scrub,
+        )  # fmt: skip
+        backend = make_backend(config.cache.attention, layout)
+        backend.warm_up(layout)
+        identity = PrefixIdentity(model.info.revision, model.info.tokenizer_digest, layout.fingerprint)
+        self._keyer = PrefixKeyer(secret, identity)
+        return model, StepRunner(model, backend, self.guard, self.tuning.step)
+
+    def _build_prefill(self, model: LanguageModel, runner: StepRunner) -> PrefillService:
+        workers, info = self.spec.config.workers, model.info
+        limits = PrefillLimits(
+            chunk_tokens=workers.chunk_tokens,
+            max_running=workers.max_running,
+            max_waiting=workers.max_waiting,
+            lease_ms=self.spec.config.transfer.lease_ms,
+            context_tokens=info.context_tokens,
+        )
+        core: PrefillCore[SampledToken] = PrefillCore(self.guard, self._keyer, limits, os.urandom)
+        self.engine = PrefillEngine(
+            core, runner, self.guard, info.eos_token_ids, self.tuning.clock, self.tuning.prefill
+        )
+        return PrefillService(self.engine, info)
+
+    def _build_decode(self, model: LanguageModel, runner: StepRunner) -> DecodeService:
+        workers, info = self.spec.config.workers, model.info
+        limits = DecodeLimits(workers.max_running, workers.max_waiting, context_tokens=info.context_tokens)
+        core: DecodeCore[SampledToken] = DecodeCore(self.guard, self._keyer, limits, info.eos_token_ids, os.urandom)
+        receiver = PageReceiver(self.guard, self.transfer)
+        self._executor = ThreadPoolExecutor(PULL_THREADS, thread_name_prefix=f"pull-{self.worker_id}")
+        self._handoffs = Handoffs(
+            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry()), self._executor,
+            self.tuning.clock, self.spec.config.transfer.timeout_ms, self.tuning.pull,
+        )  # fmt: skip
+        self.engine = DecodeEngine(
+            core, runner, self.guard, receiver, self._handoffs, info.eos_token_ids, self.tuning.clock,
+            self.tuning.decode,
+        )  # fmt: skip
+        return DecodeService(self.engine, info, self.tuning.clock)
+
+    def _secret(self) -> bytes:
+        text = self.spec.config.cluster.secret
+        if not text:
+            raise InvalidInput("no_secret", "the launcher must draw a cluster secret first", field="cluster.secret")
+        return bytes.fromhex(text)
+
+    def _drain(self) -> None:
+        self.engine.draining = True
+
+    def _idle(self) -> bool:
+        with contextlib.suppress(AttributeError):
+            facts = self.engine.facts()
+            leases = len(self.engine.core.leases) if isinstance(self.engine, PrefillEngine) else 0
+            return facts.waiting + facts.running + leases == 0
+        return True
+
+
+def build_worker(spec: WorkerSpec) -> BuiltWorker:
+    """The worker of a spec, not started."""
+    return BuiltWorker(spec)

@@ -1,0 +1,96 @@
+"""Choice of workers for one request: the least outstanding tokens among ready workers. Pure: a view in, a route out.
+
+Outstanding tokens are what this gateway has sent to a worker and has not seen finished: prompt tokens at prefill until
+the first token came, prompt and at most generated tokens at decode until the stream ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from cluster.roles import Role
+from kvstore.errors import NoCapacity, Unavailable
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """One worker as the router sees it."""
+
+    worker_id: str
+    role: Role
+    endpoint: str
+    ready: bool
+    outstanding_tokens: int = 0
+    outstanding_requests: int = 0
+    # Requests that the worker may hold: running and waiting.
+    request_limit: int = 1
+    # Two workers with different layouts cannot exchange pages; empty: not known.
+    layout_fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class Route:
+    decode: WorkerView
+    prefill: WorkerView
+
+
+def route(workers: Iterable[WorkerView], *, retry_after_ms: int = 500) -> Route:
+    """The decode and the prefill worker for one request.
+
+    Least outstanding tokens, then fewest requests, then the smaller worker id. The prefill worker has the layout of
+    the decode worker. Raises Unavailable (reason `no_prefill_worker`, `no_decode_worker` or `no_matching_layout`)
+    when nobody is ready, NoCapacity (`prefill_full`, `decode_full`) when all who are ready are full.
+    """
+    fleet = tuple(workers)
+    decoders = _open(fleet, Role.DECODE, retry_after_ms)
+    prefillers = _open(fleet, Role.PREFILL, retry_after_ms)
+    for decode in decoders:
+        for prefill in prefillers:
+            if _same_layout(decode, prefill):
+                return Route(decode, prefill)
+    raise Unavailable(
+        "no_matching_layout",
+        f"no ready prefill worker has the page layout of decode worker {decoders[0].worker_id}: "
+        "workers of one cluster need the same model, page_tokens and kv_format",
+    )
+
+
+def route_many(workers: Iterable[WorkerView], tokens: int, count: int, *, retry_after_ms: int = 500) -> list[Route]:
+    """Routes for `count` requests of `tokens` each, every one seeing the load of those before it. All or nothing."""
+    fleet = {worker.worker_id: worker for worker in workers}
+    routes: list[Route] = []
+    for _ in range(count):
+        chosen = route(fleet.values(), retry_after_ms=retry_after_ms)
+        routes.append(chosen)
+        for worker in (chosen.decode, chosen.prefill):
+            fleet[worker.worker_id] = replace(
+                worker,
+                outstanding_tokens=worker.outstanding_tokens + tokens,
+                outstanding_requests=worker.outstanding_requests + 1,
+            )
+    return routes
+
+
+def _open(fleet: tuple[WorkerView, ...], role: Role, retry_after_ms: int) -> list[WorkerView]:
+    ready = [worker for worker in fleet if worker.role is role and worker.ready]
+    if not ready:
+        known = sum(worker.role is role for worker in fleet)
+        raise Unavailable(
+            f"no_{role.value}_worker",
+            f"no {role.value} worker is ready ({known} known); `genlock status` tells why",
+            field=f"workers.{role.value}",
+        )
+    free = [worker for worker in ready if worker.outstanding_requests < worker.request_limit]
+    if not free:
+        raise NoCapacity(
+            f"{role.value}_full",
+            f"all {len(ready)} ready {role.value} workers hold as many requests as they may",
+            retry_after_ms=retry_after_ms,
+        )
+    return sorted(free, key=lambda worker: (worker.outstanding_tokens, worker.outstanding_requests, worker.worker_id))
+
+
+def _same_layout(decode: WorkerView, prefill: WorkerView) -> bool:
+    ours, theirs = decode.layout_fingerprint, prefill.layout_fingerprint
+    return not ours or not theirs or ours == theirs

@@ -1,0 +1,653 @@
+"""The gateway over real gRPC, in front of scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster.gateway.identity import authenticator_from
+from cluster.gateway.served import Sources, StreamChecks
+from cluster.gateway.server import Gateway
+from cluster.roles import Role
+from genlock.v1 import inference_pb2 as pb
+from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
+from kvstore.errors import (
+    Cancelled,
+    CorruptPage,
+    DeadlineExceeded,
+    GenlockError,
+    InvalidInput,
+    NoCapacity,
+    PermissionDenied,
+    StalePage,
+    Unauthenticated,
+    Unavailable,
+)
+from tests.support.fake_workers import (
+    CONTEXT_TOKENS,
+    VOCAB,
+    ByteTokenizer,
+    FakeWorker,
+    Script,
+    config,
+    echo,
+    ended,
+    finished,
+    hang,
+    say,
+    served_model,
+    tokens,
+)
+from wire.calls import responses
+from wire.errors import from_rpc
+
+
+def counting_bytes():
+    counter = itertools.count(1)
+    return lambda count: next(counter).to_bytes(count, "little")
+
+
+@asynccontextmanager
+async def cluster(
+    script: Script = echo,
+    *,
+    decoders: int = 1,
+    tokenizer: ByteTokenizer | None = None,
+    ready: bool = True,
+    checks: StreamChecks | None = None,
+    authenticator=None,
+    **flags: object,
+) -> AsyncIterator[SimpleNamespace]:
+    workers = [FakeWorker(f"decode-{index}", Role.DECODE, script) for index in range(decoders)]
+    workers.append(FakeWorker("prefill-0", Role.PREFILL, script))
+    sources = Sources(now_ms=lambda: time.monotonic() * 1000, random_bytes=counting_bytes())
+    gateway = Gateway(config(**flags), served_model(tokenizer), sources, checks=checks, authenticator=authenticator)
+    endpoint = await gateway.start()
+    channel = grpc.aio.insecure_channel(endpoint, options=[("grpc.max_send_message_length", 64 << 20)])
+    try:
+        for worker in workers:
+            gateway.add_worker(worker.worker_id, worker.role, await worker.start())
+        if ready:
+            await gateway.wait_ready(5000)
+        yield SimpleNamespace(
+            gateway=gateway,
+            workers=workers,
+            decode=workers[0],
+            decoders=workers[:-1],
+            prefill=workers[-1],
+            channel=channel,
+            endpoint=endpoint,
+            stub=inference_pb2_grpc.InferenceServiceStub(channel),
+            operator=operator_pb2_grpc.OperatorServiceStub(channel),
+            state=gateway.state,
+        )
+    finally:
+        await channel.close()
+        await gateway.stop(0)
+        for worker in workers:
+            await worker.stop()
+
+
+def prompt(text: str = "hello", request_id: str = "r1", *, stream: bool | None = None, **params: object):
+    request = pb.GenerateRequest(request_id=request_id, text=text, sampling_params=pb.SamplingParams(**params))
+    if stream is not None:
+        request.stream = stream
+    return request
+
+
+async def first_of(call) -> AsyncIterator[pb.GenerateResponse]:
+    """Reads one message; returns what reads the rest."""
+    rest = responses(call)
+    await anext(rest)
+    return rest
+
+
+async def read(call) -> list[pb.GenerateResponse]:
+    messages = responses(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call
+    return [message async for message in messages]
+
+
+async def refused(call) -> GenlockError:
+    with pytest.raises(GenlockError) as caught:
+        await read(call)
+    return caught.value
+
+
+def text_of(messages, index: int = 0) -> str:
+    return "".join(message.text for message in messages if message.index == index)
+
+
+async def idle(env) -> None:
+    """Everything is given back."""
+    async with asyncio.timeout(5):
+        while env.state.running or env.state.ledger.loads:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_request_passes_and_tells_what_happened():
+    script = say(tokens("he"), tokens("llo"), finished(5))
+    async with cluster(script) as env:
+        messages = await read(env.stub.Generate(prompt("hi", max_tokens=5, seed=7), timeout=5))
+        assert [message.text for message in messages] == ["he", "llo", ""]
+        assert [list(message.token_ids) for message in messages] == [list(b"he"), list(b"llo"), []]
+        last = messages[-1].finished
+        assert last.finish_reason == pb.FINISH_REASON_LENGTH
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (2, 5, 3)
+        assert (last.timings.queue_ms, last.timings.prefill_ms, last.timings.transfer_ms) == (1.0, 2.0, 3.0)
+        assert 0 < last.timings.first_token_ms <= last.timings.total_ms
+        assert last.verification.pages_received == 2
+        assert (last.decode_worker, last.prefill_worker) == ("decode-0", "prefill-0")
+        assert {message.request_id for message in messages} == {"r1"}
+        assert len({message.server_id for message in messages}) == 1
+        ticket = env.decode.seen[0].request.ticket
+        assert (ticket.tenant, bytes(ticket.token_ids), ticket.model_revision) == ("default", b"hi", "rev-1")
+        assert len(ticket.ticket_id) == 16
+        assert ticket.sampling.seed == 7
+        assert env.decode.seen[0].request.prefill_endpoint == env.prefill.endpoint
+        await idle(env)
+        assert dict(env.state.outcomes) == {"ok": 1}
+
+
+async def test_unary_mode_gives_one_message():
+    async with cluster(say(tokens("he"), tokens("llo"), finished(5))) as env:
+        messages = await read(env.stub.Generate(prompt(stream=False, logprobs=1), timeout=5))
+        assert len(messages) == 1
+        assert (messages[0].text, bytes(messages[0].token_ids)) == ("hello", b"hello")
+        assert len(messages[0].logprobs) == 5
+        assert messages[0].finished.usage.completion_tokens == 5
+
+
+async def test_characters_are_never_cut():
+    snow = "☃".encode()
+    async with cluster(say(tokens(snow[:1]), tokens(snow[1:] + b"\xe2"), finished(4))) as env:
+        messages = await read(env.stub.Generate(prompt(), timeout=5))
+        assert [message.text for message in messages] == ["", "☃", "�"]
+        assert [len(message.token_ids) for message in messages] == [1, 3, 0]
+
+
+async def test_logprobs_carry_text():
+    async with cluster(say(tokens("ab", top=1), finished(2))) as env:
+        messages = await read(env.stub.Generate(prompt(logprobs=1), timeout=5))
+        assert [entry.text for entry in messages[0].logprobs] == ["a", "b"]
+        assert messages[0].logprobs[0].logprob == pytest.approx(-0.5)
+        assert messages[0].logprobs[0].top[0].text == "a"
+        assert not (await read(env.stub.Generate(prompt(), timeout=5)))[0].logprobs
+
+
+async def test_a_stop_string_over_two_events_is_cut_and_ends_decode():
+    async with cluster(say(tokens("abST"), tokens("OPxyz"), asyncio.sleep(60))) as env:
+        messages = await read(env.stub.Generate(prompt(stop=["STOP"]), timeout=5))
+        assert text_of(messages) == "ab"
+        assert b"".join(bytes(message.token_ids) for message in messages) == b"ab"
+        last = messages[-1].finished
+        assert (last.finish_reason, last.matched_stop) == (pb.FINISH_REASON_STOP, "STOP")
+        assert last.usage.completion_tokens == 6
+        assert await ended([env.decode], 1) == ["cancelled"]
+        await idle(env)
+        assert dict(env.state.outcomes) == {"ok": 1}
+
+
+async def test_a_held_stop_prefix_is_released_at_the_end():
+    async with cluster(say(tokens("abST"), finished(4))) as env:
+        messages = await read(env.stub.Generate(prompt(stop=["STOP"]), timeout=5))
+        assert [message.text for message in messages] == ["ab", "ST"]
+        assert messages[-1].finished.matched_stop == ""
+
+
+async def test_n_answers_have_own_tickets_and_seeds():
+    async with cluster(say(tokens("a"), tokens("b"), finished(2)), decoders=2) as env:
+        messages = await read(env.stub.Generate(prompt(n=4, seed=11), timeout=5))
+        assert sorted(message.index for message in messages if message.HasField("finished")) == [0, 1, 2, 3]
+        assert [text_of(messages, index) for index in range(4)] == ["ab"] * 4
+        tickets = [seen.request.ticket for worker in env.decoders for seen in worker.seen]
+        assert len({ticket.ticket_id for ticket in tickets}) == 4
+        seeds = {ticket.sampling.seed for ticket in tickets}
+        assert len(seeds) == 4
+        assert 11 in seeds
+        assert [len(worker.seen) for worker in env.decoders] == [2, 2]
+        await idle(env)
+        assert dict(env.state.outcomes) == {"ok": 1}
+
+
+async def test_one_failed_answer_of_n_ends_all():
+    async def script(fake, request):
+        yield tokens("a")
+        if fake.worker_id == "decode-0":
+            raise StalePage("stale_read", "page moved on")
+        await asyncio.sleep(60)
+
+    async with cluster(script, decoders=2) as env:
+        error = await refused(env.stub.Generate(prompt(n=2), timeout=5))
+        assert (type(error), error.reason) == (StalePage, "stale_read")
+        assert sorted(await ended(env.decoders, 2)) == ["cancelled", "stale_read"]
+        await idle(env)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (CorruptPage("digest_mismatch", "page is not what was sealed"), CorruptPage),
+        (NoCapacity("pool_full", "no pages", retry_after_ms=900), NoCapacity),
+        (Unavailable("prefill_lost"), Unavailable),
+        (Cancelled("gone"), Cancelled),
+        (GenlockError("internal"), GenlockError),
+    ],
+)
+async def test_errors_of_workers_reach_the_client_as_they_are(error: GenlockError, kind: type[GenlockError]):
+    async with cluster(say(tokens("a"), error)) as env:
+        back = await refused(env.stub.Generate(prompt(), timeout=5))
+        assert (type(back), back.reason, back.message) == (kind, error.reason, error.message)
+        if isinstance(error, NoCapacity):
+            assert back.retry_after_ms == 900
+        await idle(env)
+        assert dict(env.state.outcomes) == {error.reason: 1}
+
+
+async def test_a_cut_stream_is_never_a_clean_end():
+    async with cluster(say(tokens("abc"))) as env:
+        error = await refused(env.stub.Generate(prompt(), timeout=5))
+        assert (type(error), error.reason) == (Unavailable, "stream_cut")
+    # Negative control: without the check the cut answer looks complete.
+    async with cluster(say(tokens("abc")), checks=StreamChecks(require_finished=False)) as env:
+        messages = await read(env.stub.Generate(prompt(), timeout=5))
+        assert messages[-1].finished.usage.completion_tokens == 3
+
+
+async def test_lost_tokens_are_noticed():
+    async with cluster(say(tokens("abc"), finished(4))) as env:
+        assert (await refused(env.stub.Generate(prompt(), timeout=5))).reason == "tokens_lost"
+    async with cluster(say(tokens("abc"), finished(4)), checks=StreamChecks(require_all_tokens=False)) as env:
+        assert text_of(await read(env.stub.Generate(prompt(), timeout=5))) == "abc"
+
+
+async def test_tokens_after_the_end_are_refused():
+    async with cluster(say(tokens("a"), finished(1), tokens("b"))) as env:
+        assert (await refused(env.stub.Generate(prompt(), timeout=5))).reason == "stream_protocol"
+
+
+async def test_client_cancel_reaches_decode():
+    async with cluster(hang) as env:
+        call = env.stub.Generate(prompt(), timeout=30)
+        await call.read()
+        call.cancel()
+        assert await ended([env.decode], 1) == ["cancelled"]
+        await idle(env)
+        assert dict(env.state.outcomes) == {"cancelled": 1}
+
+
+async def test_client_cancel_reaches_all_n():
+    async with cluster(hang, decoders=2) as env:
+        call = env.stub.Generate(prompt(n=3), timeout=30)
+        await call.read()
+        await asyncio.sleep(0.05)
+        call.cancel()
+        assert await ended(env.decoders, 3) == ["cancelled"] * 3
+        await idle(env)
+
+
+async def test_the_client_s_deadline_goes_to_decode():
+    async with cluster(hang) as env:
+        error = await refused(env.stub.Generate(prompt(), timeout=0.5))
+        assert type(error) is DeadlineExceeded
+        assert 0 < env.decode.seen[0].remaining_s < 0.6
+        assert await ended([env.decode], 1) == ["cancelled"]
+        await idle(env)
+        assert dict(env.state.outcomes) == {"deadline_exceeded": 1}
+
+
+async def test_a_default_deadline_holds_when_the_client_names_none():
+    async with cluster(hang, api__default_deadline_ms=300) as env:
+        error = await refused(env.stub.Generate(prompt()))
+        assert (type(error), error.reason) == (DeadlineExceeded, "deadline_exceeded")
+        assert env.decode.seen[0].remaining_s < 0.4
+        await idle(env)
+        assert dict(env.state.outcomes) == {"deadline_exceeded": 1}
+
+
+async def test_a_far_deadline_is_cut_to_the_limit():
+    async with cluster(hang, api__default_deadline_ms=200, api__max_deadline_ms=200) as env:
+        assert type(await refused(env.stub.Generate(prompt(), timeout=3600))) is DeadlineExceeded
+        assert env.decode.seen[0].remaining_s < 0.3
+
+
+async def test_a_client_that_does_not_read_is_bounded_too():
+    async def flood(_fake, _request):
+        for _ in range(100_000):
+            yield tokens("x" * 1000)
+
+    async with cluster(flood, api__default_deadline_ms=500) as env:
+        call = env.stub.Generate(prompt())
+        await idle_later(env)
+        assert await ended([env.decode], 1) == ["cancelled"]
+        call.cancel()
+
+
+async def idle_later(env) -> None:
+    async with asyncio.timeout(5):
+        while not env.state.running:
+            await asyncio.sleep(0.005)
+    await idle(env)
+
+
+async def test_abort_by_label_ends_all_of_them_and_no_other():
+    async with cluster(hang) as env:
+        calls = [env.stub.Generate(prompt(request_id=label), timeout=30) for label in ("a", "a", "b")]
+        rests = [await first_of(call) for call in calls]
+        answer = await env.stub.Abort(pb.AbortRequest(request_id="a"), timeout=5)
+        assert answer.aborted == 2
+        for rest in rests[:2]:
+            error = await refused(rest)
+            assert (type(error), error.reason) == (Cancelled, "aborted_by_caller")
+        assert len(env.state.running) == 1
+        assert (await env.stub.Abort(pb.AbortRequest(request_id="none"), timeout=5)).aborted == 0
+        calls[2].cancel()
+        await idle(env)
+        assert dict(env.state.outcomes) == {"aborted_by_caller": 2, "cancelled": 1}
+
+
+async def test_too_many_requests_are_shed_with_a_delay():
+    async with cluster(hang, api__max_requests=1, api__retry_after_ms=1234) as env:
+        first = env.stub.Generate(prompt(), timeout=30)
+        await first.read()
+        error = await refused(env.stub.Generate(prompt(), timeout=5))
+        assert (type(error), error.reason, error.retry_after_ms) == (NoCapacity, "gateway_full", 1234)
+        assert len(env.decode.seen) == 1
+        first.cancel()
+        await idle(env)
+
+
+async def test_full_workers_are_no_capacity():
+    async with cluster(hang, workers__max_running=1, workers__max_waiting=0) as env:
+        first = env.stub.Generate(prompt(), timeout=30)
+        await first.read()
+        error = await refused(env.stub.Generate(prompt(), timeout=5))
+        assert (type(error), error.reason) == (NoCapacity, "decode_full")
+        first.cancel()
+        await idle(env)
+
+
+async def test_without_workers_the_missing_role_is_named():
+    async with cluster() as env:
+        await env.prefill.stop()
+        async with asyncio.timeout(5):
+            while env.state.fleet.serving():
+                await asyncio.sleep(0.01)
+        error = await refused(env.stub.Generate(prompt(), timeout=5))
+        assert (type(error), error.reason, error.field) == (Unavailable, "no_prefill_worker", "workers.prefill")
+
+
+BAD = {
+    "no prompt": (pb.GenerateRequest(), "no_prompt", "prompt"),
+    "empty text": (prompt(""), "empty_prompt", "text"),
+    "empty ids": (pb.GenerateRequest(tokens=pb.TokenPrompt()), "empty_prompt", "tokens.token_ids"),
+    "negative id": (
+        pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1, -1])),
+        "bad_token_id",
+        "tokens.token_ids[1]",
+    ),
+    "id past vocab": (
+        pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[VOCAB])),
+        "bad_token_id",
+        "tokens.token_ids[0]",
+    ),
+    "no messages": (pb.GenerateRequest(chat=pb.ChatPrompt()), "no_messages", "chat.messages"),
+    "unknown role": (
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user"), pb.ChatMessage(role="root")])),
+        "bad_role",
+        "chat.messages[1].role",
+    ),
+    "context + 1": (prompt("x" * (CONTEXT_TOKENS + 1)), "prompt_too_long", "text"),
+    "context": (prompt("x" * CONTEXT_TOKENS), "prompt_too_long", "text"),
+    "context * 10": (prompt("x" * (CONTEXT_TOKENS * 10)), "prompt_too_long", "text"),
+    "ids over context": (pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1] * 300)), "prompt_too_long", "tokens"),
+    "10 MB": (prompt("x" * (10 << 20)), "prompt_too_large", "text"),
+    "10 MB chat": (
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x" * (10 << 20))])),
+        "prompt_too_large",
+        "chat.messages",
+    ),
+    "unknown model": (pb.GenerateRequest(text="x", model="other"), "unknown_model", "model"),
+    "long label": (prompt(request_id="r" * 129), "bad_request_id", "request_id"),
+    "max_tokens 0": (prompt(max_tokens=0), "bad_max_tokens", "sampling_params.max_tokens"),
+    "max_tokens -1": (prompt(max_tokens=-1), "bad_max_tokens", "sampling_params.max_tokens"),
+    "max_tokens over": (prompt(max_tokens=CONTEXT_TOKENS + 1), "bad_max_tokens", "sampling_params.max_tokens"),
+    "no room": (prompt(max_tokens=CONTEXT_TOKENS - 4), "max_tokens_over_context", "sampling_params.max_tokens"),
+    "min over max": (prompt(max_tokens=4, min_tokens=5), "bad_min_tokens", "sampling_params.min_tokens"),
+    "nan temperature": (prompt(temperature=float("nan")), "bad_temperature", "sampling_params.temperature"),
+    "inf temperature": (prompt(temperature=float("inf")), "bad_temperature", "sampling_params.temperature"),
+    "cold": (prompt(temperature=-0.1), "bad_temperature", "sampling_params.temperature"),
+    "top_p 0": (prompt(top_p=0.0), "bad_top_p", "sampling_params.top_p"),
+    "top_p 1.1": (prompt(top_p=1.1), "bad_top_p", "sampling_params.top_p"),
+    "top_p nan": (prompt(top_p=float("nan")), "bad_top_p", "sampling_params.top_p"),
+    "top_k -1": (prompt(top_k=-1), "bad_top_k", "sampling_params.top_k"),
+    "min_p 1": (prompt(min_p=1.0), "bad_min_p", "sampling_params.min_p"),
+    "penalty 0": (prompt(repetition_penalty=0.0), "bad_repetition_penalty", "sampling_params.repetition_penalty"),
+    "logprobs 21": (prompt(logprobs=21), "bad_logprobs", "sampling_params.logprobs"),
+    "17 stops": (prompt(stop=["x"] * 17), "too_many_stops", "sampling_params.stop"),
+    "long stop": (prompt(stop=["ok", "x" * 257]), "bad_stop", "sampling_params.stop[1]"),
+    "empty stop": (prompt(stop=[""]), "bad_stop", "sampling_params.stop[0]"),
+    "bad stop id": (prompt(stop_token_ids=[VOCAB]), "bad_token_id", "sampling_params.stop_token_ids[0]"),
+    "n 0": (prompt(n=0), "bad_n", "sampling_params.n"),
+    "n 9": (prompt(n=9), "bad_n", "sampling_params.n"),
+}
+
+
+async def test_bad_input_is_refused_before_any_worker_is_called():
+    async with cluster() as env:
+        for name, (request, reason, field) in BAD.items():
+            error = await refused(env.stub.Generate(request, timeout=10))
+            assert (type(error), error.reason, error.field) == (InvalidInput, reason, field), name
+            assert field in error.message, name
+        assert env.decode.seen == []
+        assert sum(env.state.outcomes.values()) == len(BAD)
+        assert "ok" not in env.state.outcomes
+        assert text_of(await read(env.stub.Generate(prompt("still here"), timeout=5))) == "still here"
+
+
+async def test_what_just_fits_is_served():
+    async with cluster() as env:
+        whole = prompt("x" * (CONTEXT_TOKENS - 1))
+        assert len(text_of(await read(env.stub.Generate(whole, timeout=5)))) == 1
+        exact = prompt("x" * 5, max_tokens=CONTEXT_TOKENS - 5)
+        await read(env.stub.Generate(exact, timeout=5))
+        assert env.decode.seen[1].request.ticket.sampling.max_tokens == CONTEXT_TOKENS - 5
+        same = [env.stub.Generate(prompt("dup", request_id="same"), timeout=5) for _ in range(3)]
+        assert [text_of(await read(call)) for call in same] == ["dup"] * 3
+
+
+async def test_a_broken_chat_template_is_the_caller_s_error():
+    broken = ByteTokenizer(InvalidInput("bad_chat_template", "cannot render", field="messages"))
+    async with cluster(tokenizer=broken) as env:
+        chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+        error = await refused(env.stub.Generate(pb.GenerateRequest(chat=chat), timeout=5))
+        assert (type(error), error.reason, error.field) == (InvalidInput, "bad_chat_template", "chat.messages")
+
+
+async def test_a_bug_in_the_tokenizer_is_internal_and_quotes_nothing():
+    tokenizer = ByteTokenizer()
+    tokenizer.encode = lambda text, **_: [][len(text)]
+    async with cluster(tokenizer=tokenizer) as env:
+        error = await refused(env.stub.Generate(prompt("secret words"), timeout=5))
+        assert (type(error), error.reason) == (GenlockError, "internal")
+        assert "secret" not in error.message
+        assert dict(env.state.outcomes) == {"internal": 1}
+
+
+@pytest.mark.parametrize("data", [b"\x1a\x02\xff\xfe", b"\x1a\x7fabc", b"\xff\xff\xff"], ids=["utf8", "cut", "junk"])
+async def test_bytes_that_are_no_message_are_invalid_argument(data: bytes):
+    async with cluster() as env:
+        raw = env.channel.unary_stream(
+            "/genlock.v1.InferenceService/Generate", response_deserializer=pb.GenerateResponse.FromString
+        )
+        error = await refused(raw(data, timeout=5))
+        assert (type(error), error.reason, error.field) == (InvalidInput, "malformed_request", "request")
+        assert dict(env.state.outcomes) == {"malformed_request": 1}
+
+
+async def test_a_message_over_the_wire_limit_is_refused():
+    async with cluster(api__max_message_bytes=1 << 20, api__max_prompt_bytes=1 << 19) as env:
+        error = await refused(env.stub.Generate(prompt("x" * (2 << 20)), timeout=5))
+        assert type(error) is NoCapacity
+        assert text_of(await read(env.stub.Generate(prompt("ok"), timeout=5))) == "ok"
+
+
+async def test_nothing_that_a_client_sends_names_a_peer_or_a_tenant():
+    knocks = []
+    listener = await asyncio.start_server(lambda reader, writer: knocks.append(writer), "127.0.0.1", 0)
+    evil = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    metadata = (
+        ("x-tenant", "victim"),
+        ("tenant", "victim"),
+        ("prefill_endpoint", evil),
+        ("remote_host", evil),
+        ("remote_engine_id", "e"),
+        ("remote_block_ids", "[1,2]"),
+        ("kv_transfer_params", f'{{"remote_host": "{evil}"}}'),
+        ("peer", evil),
+        ("page_ids", "1,2"),
+    )
+    # Fields that the schema does not have: number 100 as text, 101 as a number.
+    unknown = b"\xa2\x06" + bytes([len(evil)]) + evil.encode() + b"\xa8\x06\x07"
+    async with cluster() as env:
+        raw = env.channel.unary_stream(
+            "/genlock.v1.InferenceService/Generate", response_deserializer=pb.GenerateResponse.FromString
+        )
+        messages = await read(raw(prompt("hi").SerializeToString() + unknown, metadata=metadata, timeout=5))
+        assert text_of(messages) == "hi"
+        seen = env.decode.seen[0].request
+        assert seen.ticket.tenant == "default"
+        assert seen.prefill_endpoint == env.prefill.endpoint
+        assert evil.encode() not in seen.SerializeToString()
+    assert knocks == []
+    listener.close()
+
+
+TENANTS = """
+tenants:
+  acme: {tokens_sha256: [2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b]}
+  ops: {tokens_sha256: [5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8], operator: true}
+"""
+ACME, OPS = (("authorization", "Bearer secret"),), (("authorization", "bearer password"),)
+
+
+async def test_the_tenant_comes_from_the_credential():
+    async with cluster(hang, authenticator=authenticator_from(TENANTS, "t.yaml")) as env:
+        for metadata in ((), (("authorization", "Bearer nope"),), (("authorization", "secret"),), ACME + OPS):
+            error = await refused(env.stub.Generate(prompt(), timeout=5, metadata=metadata))
+            assert type(error) is Unauthenticated
+        assert env.decode.seen == []
+        rest = await first_of(env.stub.Generate(prompt(request_id="x"), timeout=30, metadata=ACME))
+        assert env.decode.seen[0].request.ticket.tenant == "acme"
+        # The same label of another tenant is another request.
+        assert (await env.stub.Abort(pb.AbortRequest(request_id="x"), timeout=5, metadata=OPS)).aborted == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await env.operator.GetStatus(operator_pb2.GetStatusRequest(), timeout=5, metadata=ACME)
+        assert type(from_rpc(caught.value)) is PermissionDenied
+        await env.operator.GetStatus(operator_pb2.GetStatusRequest(), timeout=5, metadata=OPS)
+        assert (await env.stub.Abort(pb.AbortRequest(request_id="x"), timeout=5, metadata=ACME)).aborted == 1
+        await refused(rest)
+
+
+async def test_tokenize_and_model_info():
+    async with cluster() as env:
+        answer = await env.stub.Tokenize(pb.TokenizeRequest(text="hi"), timeout=5)
+        assert (bytes(answer.token_ids), answer.context_tokens) == (b"hi", CONTEXT_TOKENS)
+        info = await env.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+        assert (info.model, info.vocab_size, info.page_tokens, info.transfer_engine) == ("toy", VOCAB, 32, "shm")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await env.stub.Tokenize(pb.TokenizeRequest(text="hi", model="other"), timeout=5)
+        assert from_rpc(caught.value).field == "model"
+
+
+async def test_status_health_and_reflection():
+    async with cluster() as env:
+        health = health_pb2_grpc.HealthStub(env.channel)
+        request = health_pb2.HealthCheckRequest(service="genlock.v1.InferenceService")
+        assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+        await read(env.stub.Generate(prompt(), timeout=5))
+        status = await env.operator.GetStatus(operator_pb2.GetStatusRequest(), timeout=5)
+        assert [(entry.worker_id, entry.state) for entry in status.workers] == [
+            ("decode-0", "READY"),
+            ("prefill-0", "READY"),
+        ]
+        assert status.workers[0].status.pool.pages == 10
+        assert dict(status.outcomes) == {"ok": 1}
+        env.decode.draining = True
+        async with asyncio.timeout(5):
+            while (await health.Check(request, timeout=5)).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                await asyncio.sleep(0.01)
+        status = await env.operator.GetStatus(operator_pb2.GetStatusRequest(), timeout=5)
+        assert status.workers[0].state == "DRAINING"
+        assert (await refused(env.stub.Generate(prompt(), timeout=5))).reason == "no_decode_worker"
+        reflected = reflection_pb2_grpc.ServerReflectionStub(env.channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        async for answer in reflected:
+            names = {service.name for service in answer.list_services_response.service}
+        assert {"genlock.v1.InferenceService", "genlock.v1.OperatorService", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_worker_that_comes_back_is_routed_again():
+    async with cluster() as env:
+        port = int(env.decode.endpoint.rpartition(":")[2])
+        await env.decode.stop()
+        async with asyncio.timeout(5):
+            while env.state.fleet.serving():
+                await asyncio.sleep(0.01)
+        await env.decode.start(port)
+        await env.gateway.wait_ready(5000)
+        assert text_of(await read(env.stub.Generate(prompt("back"), timeout=5))) == "back"
+
+
+async def test_a_dead_worker_ends_its_streams_as_unavailable():
+    async with cluster(hang) as env:
+        rest = await first_of(env.stub.Generate(prompt(), timeout=30))
+        await env.decode.stop(0)
+        error = await refused(rest)
+        assert type(error) is Unavailable
+        await idle(env)
+
+
+async def test_a_stop_drains_then_cuts_with_an_error():
+    release = asyncio.Event()
+
+    async def script(_fake, request):
+        yield tokens("a")
+        if bytes(request.ticket.token_ids) == b"quick":
+            await release.wait()
+            yield finished(1)
+        else:
+            await asyncio.sleep(60)
+
+    async with cluster(script) as env:
+        quick = await first_of(env.stub.Generate(prompt("quick"), timeout=30))
+        slow = await first_of(env.stub.Generate(prompt("slow"), timeout=30))
+        stopping = asyncio.create_task(env.gateway.stop(500))
+        await asyncio.sleep(0.05)
+        assert (await refused(env.stub.Generate(prompt(), timeout=5))).reason == "draining"
+        release.set()
+        assert (await read(quick))[-1].HasField("finished")
+        error = await refused(slow)
+        assert (type(error), error.reason) == (Unavailable, "draining")
+        await stopping
+        assert await ended([env.decode], 2) == ["ok", "cancelled"]
+
+
+async def test_a_taken_port_is_a_clear_error():
+    async with cluster() as env:
+        port = int(env.endpoint.rpartition(":")[2])
+        second = Gateway(config(api__port=port), served_model(), env.state.sources)
+        with pytest.raises(Unavailable) as caught:
+            await second.start()
+        assert (caught.value.reason, caught.value.field) == ("port_taken", "api.port")
+        await second.stop()

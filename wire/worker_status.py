@@ -1,0 +1,63 @@
+"""WorkerService: the facts of one worker, and its drain. Cheap enough to be polled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from genlock.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.guard import Guard
+
+DRAIN_POLL_S = 0.05
+DRAIN_MAX_S = 3600.0
+
+
+def pool_status(guard: Guard, cached_pages: int = 0) -> worker_pb2.PoolStatus:
+    counts = guard.counts()
+    return worker_pb2.PoolStatus(
+        pages=counts.total,
+        free=counts.free,
+        open=counts.open,
+        sealed=counts.sealed,
+        quarantined=counts.quarantined,
+        page_bytes=guard.layout.slot_bytes,
+        cached=cached_pages,
+    )
+
+
+class WorkerStatusService(worker_pb2_grpc.WorkerServiceServicer):
+    """`facts` makes the answer; `set_draining` stops admission; `idle` says whether anything is still running."""
+
+    def __init__(
+        self,
+        facts: Callable[[], worker_pb2.WorkerStatus],
+        set_draining: Callable[[], None],
+        idle: Callable[[], bool],
+    ) -> None:
+        self._facts = facts
+        self._set_draining = set_draining
+        self._idle = idle
+
+    async def Status(  # type: ignore[override] # grpc.aio takes coroutines
+        self, request: worker_pb2.WorkerStatusRequest, context: Any
+    ) -> worker_pb2.WorkerStatus:
+        return self._facts()
+
+    async def Drain(  # type: ignore[override] # grpc.aio takes coroutines
+        self, request: worker_pb2.DrainRequest, context: Any
+    ) -> worker_pb2.DrainResponse:
+        self._set_draining()
+        remaining = context.time_remaining()
+        return worker_pb2.DrainResponse(drained=await self.drained(DRAIN_MAX_S if remaining is None else remaining))
+
+    async def drained(self, limit_s: float) -> bool:
+        """Stops admission and waits until idle, at most `limit_s`."""
+        self._set_draining()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + limit_s
+        while not self._idle():
+            if loop.time() + DRAIN_POLL_S >= deadline:
+                return False
+            await asyncio.sleep(DRAIN_POLL_S)
+        return True
