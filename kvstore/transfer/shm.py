@@ -123,21 +123,22 @@ class _Owner:
         self._fd = -1
         with contextlib.suppress(OSError):  # no pidfd (old kernel, seccomp): /proc is asked instead
             self._fd = os.pidfd_open(address.pid)
-        self._poll = select.poll()
-        if self._fd >= 0:
-            self._poll.register(self._fd, select.POLLIN)
 
     def started_as_told(self) -> bool:
         return start_ticks_of(self._address.pid) == self._address.start_ticks
 
     def alive(self) -> bool:
-        return not self._poll.poll(0) if self._fd >= 0 else self.started_as_told()
+        fd = self._fd
+        if fd < 0:
+            return self.started_as_told()
+        poll = select.poll()  # one for each call: a poll object refuses to be asked by two threads at once
+        poll.register(fd, select.POLLIN)
+        return not poll.poll(0)
 
     def close(self) -> None:
         if self._fd >= 0:
-            self._poll.unregister(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 class _Source:
