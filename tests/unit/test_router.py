@@ -1,0 +1,170 @@
+"""Choice of workers, and the table of what is known about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger, Load, WorkerState
+from cluster.roles import Role
+from cluster.router import WorkerView, route, route_many
+from genlock.v1 import worker_pb2
+from kvstore.errors import DeadlineExceeded, NoCapacity, NotFound, Unavailable
+
+
+def worker(name: str, role: Role = Role.DECODE, **fields: object) -> WorkerView:
+    return replace(WorkerView(name, role, f"{name}:1", ready=True, request_limit=4), **fields)
+
+
+P = worker("p", Role.PREFILL)
+
+
+def test_least_outstanding_tokens_wins():
+    chosen = route([P, worker("a", outstanding_tokens=50), worker("b", outstanding_tokens=10), worker("c")])
+    assert (chosen.decode.worker_id, chosen.prefill.worker_id) == ("c", "p")
+
+
+def test_ties_go_to_fewer_requests_then_to_the_smaller_id():
+    busy = worker("a", outstanding_requests=1)
+    assert route([P, worker("c"), busy, worker("b")]).decode.worker_id == "b"
+    assert route([P, worker("b"), busy, worker("c")]).decode.worker_id == "b"
+
+
+def test_a_worker_that_is_not_ready_is_not_chosen():
+    assert route([P, worker("a", ready=False), worker("b", outstanding_tokens=999)]).decode.worker_id == "b"
+
+
+@pytest.mark.parametrize(("role", "other"), [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])
+def test_a_missing_role_is_named(role: Role, other: Role):
+    with pytest.raises(Unavailable) as caught:
+        route([worker("x", other), worker("y", role, ready=False)])
+    assert (caught.value.reason, caught.value.field) == (f"no_{role.value}_worker", f"workers.{role.value}")
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_full_workers_are_no_capacity(role: Role):
+    fleet = [worker("d"), P, worker("x", role, outstanding_requests=4)]
+    fleet = [replace(w, outstanding_requests=4) if w.role is role else w for w in fleet]
+    with pytest.raises(NoCapacity) as caught:
+        route(fleet, retry_after_ms=77)
+    assert (caught.value.reason, caught.value.retry_after_ms) == (f"{role.value}_full", 77)
+
+
+def test_both_ends_of_a_handoff_have_one_layout():
+    fleet = [
+        replace(P, layout_fingerprint="1"),
+        worker("p2", Role.PREFILL, layout_fingerprint="2", outstanding_tokens=99),
+        worker("d", layout_fingerprint="2"),
+    ]
+    assert route(fleet).prefill.worker_id == "p2"
+    with pytest.raises(Unavailable) as caught:
+        route(fleet[:1] + fleet[2:])
+    assert caught.value.reason == "no_matching_layout"
+    assert route([P, fleet[2]]).prefill.worker_id == "p"
+
+
+def test_many_answers_spread():
+    routes = route_many([P, worker("a"), worker("b")], tokens=10, count=4)
+    assert [chosen.decode.worker_id for chosen in routes] == ["a", "b", "a", "b"]
+
+
+def test_many_answers_are_all_or_nothing():
+    with pytest.raises(NoCapacity):
+        route_many([replace(P, request_limit=9), worker("a")], tokens=1, count=5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=6), st.randoms())
+def test_the_choice_is_the_minimum_whatever_the_order(loads, random):
+    fleet = [
+        worker(f"d{i}", outstanding_tokens=tokens, outstanding_requests=requests, ready=ready)
+        for i, (tokens, requests, ready) in enumerate(loads)
+    ]
+    able = [w for w in fleet if w.ready and w.outstanding_requests < w.request_limit]
+    shuffled = [*fleet, P]
+    random.shuffle(shuffled)
+    try:
+        chosen = route(shuffled).decode
+    except (Unavailable, NoCapacity):
+        assert not able
+    else:
+        best = min((w.outstanding_tokens, w.outstanding_requests, w.worker_id) for w in able)
+        assert (chosen.outstanding_tokens, chosen.outstanding_requests, chosen.worker_id) == best
+
+
+def status(**fields: object) -> worker_pb2.WorkerStatus:
+    return worker_pb2.WorkerStatus(**{"worker_id": "d0", "role": "decode", **fields})
+
+
+def fleet_of_one(**policy: int) -> Fleet:
+    return Fleet(FleetPolicy(**policy)).added("d0", Role.DECODE, "h:1")
+
+
+def test_a_worker_is_ready_only_after_an_answer():
+    fleet = fleet_of_one()
+    assert (fleet.get("d0").state, fleet.view({})[0].ready) == (WorkerState.UNREACHABLE, False)
+    fleet = fleet.answered("d0", "h:1", status(layout_fingerprint="7"))
+    view = fleet.view({"d0": Load(5, 1)})[0]
+    assert (view.ready, view.outstanding_tokens, view.outstanding_requests, view.layout_fingerprint) == (
+        True,
+        5,
+        1,
+        "7",
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "words"),
+    [
+        (status(draining=True), WorkerState.DRAINING, "no new"),
+        (status(step_age_ms=1001), WorkerState.UNREACHABLE, "stood still"),
+        (status(worker_id="other"), WorkerState.UNREACHABLE, "other"),
+        (status(role="prefill"), WorkerState.UNREACHABLE, "prefill"),
+        (status(step_age_ms=1000), WorkerState.READY, ""),
+    ],
+)
+def test_an_answer_decides_the_state(answer, state: WorkerState, words: str):
+    record = fleet_of_one(stall_ms=1000).answered("d0", "h:1", answer).get("d0")
+    assert record.state is state
+    assert words in record.detail
+
+
+def test_a_refused_connection_counts_at_once_and_a_late_answer_only_when_repeated():
+    ready = fleet_of_one(late_answers=3).answered("d0", "h:1", status())
+    gone = ready.failed("d0", "h:1", Unavailable("peer_unreachable", "refused"))
+    assert (gone.get("d0").state, gone.get("d0").status) == (WorkerState.UNREACHABLE, None)
+    late = DeadlineExceeded("deadline_exceeded")
+    fleet = ready.failed("d0", "h:1", late).failed("d0", "h:1", late)
+    assert fleet.get("d0").state is WorkerState.READY
+    assert fleet.answered("d0", "h:1", status()).failed("d0", "h:1", late).get("d0").state is WorkerState.READY
+    assert fleet.failed("d0", "h:1", late).get("d0").state is WorkerState.UNREACHABLE
+
+
+def test_news_about_another_endpoint_or_worker_changes_nothing():
+    fleet = fleet_of_one()
+    assert fleet.answered("d0", "old:1", status()) is fleet
+    assert fleet.failed("d0", "old:1", Unavailable("x")) is fleet
+    assert fleet.answered("d9", "h:1", status()) is fleet
+    assert not fleet.removed("d0").workers
+    with pytest.raises(NotFound, match="d0"):
+        fleet.get("d9")
+
+
+def test_serving_needs_both_roles():
+    fleet = fleet_of_one().answered("d0", "h:1", status())
+    assert not fleet.serving()
+    fleet = fleet.added("p0", Role.PREFILL, "h:2")
+    assert not fleet.serving()
+    assert fleet.answered("p0", "h:2", status(worker_id="p0", role="prefill")).serving()
+
+
+def test_a_claim_is_given_back_once():
+    ledger = Ledger()
+    first, second = ledger.claim("d0", 10), ledger.claim("d0", 5)
+    first.release()
+    first.release()
+    assert dict(ledger.loads) == {"d0": Load(5, 1)}
+    second.release()
+    assert dict(ledger.loads) == {}
