@@ -20,7 +20,7 @@ from kvstore.step import StepPlan
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket, finish_reason
-from wire.errors import as_genlock_error
+from wire.errors import surprise
 from wire.step_loop import StepLoop
 
 
@@ -215,8 +215,8 @@ class DecodeEngine:
             result = await self._handoffs.run(start, live.endpoint, live.worker, ends_answer)
         except asyncio.CancelledError:
             return
-        except Exception as surprise:
-            error = as_genlock_error(surprise)
+        except Exception as unexpected:
+            error = surprise(unexpected, "handoff")
             self.loop.post_quietly(lambda: self._deliver(self.core.fail(start.request_no, error)))
             return
         finally:

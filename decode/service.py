@@ -13,7 +13,7 @@ from kvstore.errors import GenlockError, InvalidInput
 from model.base import ModelInfo
 from model.sampler import SampledToken
 from wire.convert import finish_to_proto, ticket_from_proto, token_to_proto
-from wire.errors import abort_with, as_genlock_error
+from wire.errors import abort_with, surprise
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 
@@ -35,8 +35,8 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             await abort_with(context, error)
         except asyncio.CancelledError:
             raise
-        except Exception as surprise:
-            await abort_with(context, as_genlock_error(surprise))
+        except Exception as unexpected:
+            await abort_with(context, surprise(unexpected, "decode"))
 
     async def _decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
         ticket = ticket_from_proto(request.ticket, self._info.vocab_size)

@@ -14,7 +14,7 @@ from model.sampler import SampledToken
 from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, PrefillSequence
 from prefill.engine import PrefillEngine
 from wire.convert import descriptor_to_proto, export_to_proto, ticket_from_proto, token_to_proto
-from wire.errors import abort_with, as_genlock_error
+from wire.errors import abort_with, surprise
 
 FIRST_COMMAND_S = 5.0
 MAX_QUEUED_EVENTS = 1 << 20  # pages of one prompt and two; bounds a peer that does not read
@@ -34,10 +34,10 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             await self._prefill(request_iterator, context)
         except GenlockError as error:
             await abort_with(context, error)
-        except (asyncio.CancelledError, Exception) as surprise:
-            if isinstance(surprise, asyncio.CancelledError):
-                raise
-            await abort_with(context, as_genlock_error(surprise))
+        except asyncio.CancelledError:
+            raise
+        except Exception as unexpected:
+            await abort_with(context, surprise(unexpected, "prefill"))
 
     async def _prefill(self, commands: AsyncIterator[worker_pb2.PrefillCommand], context: Any) -> None:
         ticket = ticket_from_proto(await self._first(commands), self._info.vocab_size)

@@ -11,6 +11,8 @@ Unavailable, Cancelled or DeadlineExceeded where it says so.
 from __future__ import annotations
 
 import asyncio
+import logging
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, Protocol
 
@@ -31,6 +33,8 @@ from kvstore.errors import (
     PageFault,
     Unavailable,
 )
+
+log = logging.getLogger("genlock.errors")
 
 DOMAIN = "genlock"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -163,6 +167,16 @@ def as_genlock_error(exc: BaseException) -> GenlockError:
     if isinstance(exc, asyncio.CancelledError):
         return Cancelled("cancelled", "the call was cancelled")
     return GenlockError("internal", f"internal error ({type(exc).__name__})")
+
+
+def surprise(exc: BaseException, where: str) -> GenlockError:
+    """`as_genlock_error`, and a log entry for anything untyped: its class and where it was raised, never its text,
+    which may quote a prompt."""
+    error = as_genlock_error(exc)
+    if not isinstance(exc, GenlockError | grpc.RpcError | asyncio.CancelledError):
+        frames = "".join(traceback.format_tb(exc.__traceback__))
+        log.error("internal error in %s: %s\n%s", where, type(exc).__name__, frames)
+    return error
 
 
 def _clean(text: str, limit: int) -> str:

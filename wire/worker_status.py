@@ -39,14 +39,10 @@ class WorkerStatusService(worker_pb2_grpc.WorkerServiceServicer):
         self._set_draining = set_draining
         self._idle = idle
 
-    async def Status(  # type: ignore[override] # grpc.aio takes coroutines
-        self, request: worker_pb2.WorkerStatusRequest, context: Any
-    ) -> worker_pb2.WorkerStatus:
+    async def Status(self, request: worker_pb2.WorkerStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return self._facts()
 
-    async def Drain(  # type: ignore[override] # grpc.aio takes coroutines
-        self, request: worker_pb2.DrainRequest, context: Any
-    ) -> worker_pb2.DrainResponse:
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         self._set_draining()
         remaining = context.time_remaining()
         return worker_pb2.DrainResponse(drained=await self.drained(DRAIN_MAX_S if remaining is None else remaining))

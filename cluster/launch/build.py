@@ -96,6 +96,7 @@ class BuiltWorker:
         """Loads the model, warms the kernels, listens. Raises InvalidInput or Unavailable; `stop` cleans up then."""
         loop = asyncio.get_running_loop()
         model, runner = await loop.run_in_executor(None, self._build)
+        servicer: PrefillService | DecodeService
         if self.role is Role.PREFILL:
             servicer = self._build_prefill(model, runner)
         else:
