@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from kvstore.errors import InvalidInput
+from kvstore.header import KEY_BYTES
 
 MIN_SECRET_BYTES = 16
 
@@ -38,22 +39,28 @@ class PrefixKeyer:
                 "weak_secret", f"cluster.secret needs at least {MIN_SECRET_BYTES} bytes", field="cluster.secret"
             )
         self._secret = hashlib.blake2b(secret, person=b"genlock-prefix").digest()
-        self._identity = b"".join(_framed(str(getattr(identity, f.name)).encode()) for f in fields(PrefixIdentity))
+        self._identity = b"".join(
+            _framed(str(getattr(identity, f.name)).encode(errors="surrogatepass")) for f in fields(PrefixIdentity)
+        )
 
     def root(self, tenant: str) -> bytes:
         """32 bytes that every chain of this tenant starts from: the tenant's salt."""
-        hasher = hashlib.blake2b(self._identity, key=self._secret, digest_size=32)
-        hasher.update(_framed(tenant.encode()))
+        hasher = hashlib.blake2b(self._identity, key=self._secret, digest_size=KEY_BYTES)
+        hasher.update(_framed(tenant.encode(errors="surrogatepass")))
         return hasher.digest()
 
     def extend(self, root: bytes, previous: bytes, token_ids: Sequence[int]) -> bytes:
         """The key of the page that follows `previous` (`root` for the first page) and holds `token_ids`."""
-        hasher = hashlib.blake2b(previous, key=root, digest_size=32)
+        if len(root) != KEY_BYTES or len(previous) != KEY_BYTES:  # else its bytes could stand for tokens
+            raise InvalidInput("bad_prefix_key", f"a prefix key has {KEY_BYTES} bytes", field="previous")
+        hasher = hashlib.blake2b(previous, key=root, digest_size=KEY_BYTES)
         hasher.update(np.asarray(token_ids, dtype="<i8").tobytes())
         return hasher.digest()
 
     def chain(self, tenant: str, token_ids: Sequence[int], page_tokens: int) -> tuple[bytes, ...]:
         """Keys of all pages of a prompt, the last page perhaps partial."""
+        if page_tokens < 1:
+            raise InvalidInput("bad_layout", "layout.page_tokens must be at least 1", field="layout.page_tokens")
         root = previous = self.root(tenant)
         keys: list[bytes] = []
         for start in range(0, len(token_ids), page_tokens):

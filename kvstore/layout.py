@@ -22,6 +22,9 @@ from kvstore.errors import InvalidInput, LayoutMismatch
 HEADER_BYTES = 128
 SLOT_ALIGN_BYTES = 64
 MAX_PAGE_TOKENS = 1024
+MAX_DIMENSION = 1 << 20
+MAX_SLOT_BYTES = 1 << 30
+MAX_TEXT = 512
 
 
 class AttentionKind(StrEnum):
@@ -83,19 +86,21 @@ class PageLayout:
     version: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "key_width", "value_width", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidInput("bad_layout", f"layout.{name} must be at least 1", field=f"layout.{name}")
+        for field in fields(self):
+            _require_type(field.name, getattr(self, field.name))
+        for name in ("layers", "kv_heads", "key_width", "value_width", "page_tokens", "tp_size", "version"):
+            if not 1 <= getattr(self, name) <= MAX_DIMENSION:
+                raise _bad(name, f"must be 1 to {MAX_DIMENSION}")
         if self.page_tokens > MAX_PAGE_TOKENS or self.page_tokens % 4:
-            raise InvalidInput(
-                "bad_layout",
-                f"layout.page_tokens must be a multiple of 4 up to {MAX_PAGE_TOKENS}",
-                field="layout.page_tokens",
-            )
+            raise _bad("page_tokens", f"must be a multiple of 4 up to {MAX_PAGE_TOKENS}")
         if self.kind is AttentionKind.MLA and self.kv_heads != 1:
-            raise InvalidInput("bad_layout", "an MLA layout has one latent head", field="layout.kv_heads")
+            raise _bad("kv_heads", "must be 1: an MLA layout has one latent head")
         if self.element not in _ELEMENT_BYTES:
-            raise InvalidInput("bad_layout", f"layout.element {self.element!r} is unknown", field="layout.element")
+            raise _bad("element", f"{self.element!r} is unknown")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise _bad("tp_rank", f"must be 0 to tp_size - 1, which is {self.tp_size - 1}")
+        if self.slot_bytes > MAX_SLOT_BYTES:
+            raise _bad("page_tokens", f"makes pages of {self.slot_bytes} bytes; at most {MAX_SLOT_BYTES} are possible")
 
     @property
     def element_bytes(self) -> int:
@@ -144,22 +149,39 @@ class PageLayout:
 
 
 _ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_ENUMS: dict[str, type[StrEnum]] = {"kind": AttentionKind, "kv_format": KvFormat, "order": HeadOrder}
+_TEXTS = ("model", "element", "scale_type")
+
+
+def _bad(name: str, message: str) -> InvalidInput:
+    return InvalidInput("bad_layout", f"layout.{name} {message}", field=f"layout.{name}")
+
+
+def _require_type(name: str, value: object) -> None:
+    """Strict: a fraction, a bool or an enum's bare text would give another fingerprint to the same pages."""
+    wanted = _ENUMS.get(name, str if name in _TEXTS else int)
+    if type(value) is not wanted:
+        raise _bad(name, f"must be of type {wanted.__name__}, not {type(value).__name__}")
+    if isinstance(value, str) and not 1 <= len(value) <= MAX_TEXT:
+        raise _bad(name, f"must have 1 to {MAX_TEXT} characters")
 
 
 def layout_from_canonical(text: str) -> PageLayout:
-    """Parses a peer's `canonical()` text. Raises InvalidInput for unknown or missing fields."""
+    """Parses a peer's `canonical()` text. Raises InvalidInput naming an unknown, missing or impossible field."""
     try:
         raw = json.loads(text)
-        known = {f.name for f in fields(PageLayout)}
-        unknown = sorted(set(raw) - known)
-        if unknown:
-            raise InvalidInput("bad_layout", f"unknown layout field {unknown[0]!r}", field=f"layout.{unknown[0]}")
-        raw["kind"] = AttentionKind(raw["kind"])
-        raw["kv_format"] = KvFormat(raw["kv_format"])
-        raw["order"] = HeadOrder(raw["order"])
-        return PageLayout(**raw)
-    except (TypeError, ValueError, KeyError) as error:
-        raise InvalidInput("bad_layout", f"peer layout cannot be read: {error}", field="layout") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput("bad_layout", "the peer's layout is not JSON", field="layout") from error
+    if not isinstance(raw, dict):
+        raise InvalidInput("bad_layout", "the peer's layout is not a JSON object", field="layout")
+    known = {f.name for f in fields(PageLayout)}
+    for name in sorted(known ^ set(raw)):
+        raise _bad(name, "is missing" if name in known else "is unknown")
+    for name, kind in _ENUMS.items():
+        if raw[name] not in list(kind):
+            raise _bad(name, f"must be one of {', '.join(kind)}")
+        raw[name] = kind(raw[name])
+    return PageLayout(**raw)
 
 
 def require_same_layout(ours: PageLayout, theirs: PageLayout) -> None:

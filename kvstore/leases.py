@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvstore.errors import NoCapacity, NotFound
+from kvstore.errors import InvalidInput, LifecycleError, NoCapacity, NotFound
 from kvstore.ids import PageRef
 
 
@@ -19,6 +19,9 @@ class LeaseTable:
     """Live leases by handoff. An unknown id is NotFound and changes nothing."""
 
     def __init__(self, lease_ms: int, max_leases: int) -> None:
+        for name, value in (("lease_ms", lease_ms), ("max_leases", max_leases)):
+            if value < 1:
+                raise InvalidInput("bad_lease", f"leases.{name} must be at least 1", field=f"leases.{name}")
         self.lease_ms = lease_ms
         self._max = max_leases
         self._leases: dict[bytes, Lease] = {}
@@ -30,7 +33,9 @@ class LeaseTable:
         return handoff_id in self._leases
 
     def grant(self, handoff_id: bytes, now_ms: int) -> None:
-        """Opens an empty lease. Raises NoCapacity('too_many_leases')."""
+        """Opens an empty lease. Raises NoCapacity('too_many_leases'), LifecycleError('handoff_exists')."""
+        if handoff_id in self._leases:  # a second grant would forget the pages that the first one promised
+            raise LifecycleError("handoff_exists", "a live lease has this handoff id already")
         if len(self._leases) >= self._max:
             raise NoCapacity("too_many_leases", f"{self._max} handoffs already wait to be pulled")
         self._leases[handoff_id] = Lease(handoff_id, now_ms + self.lease_ms)
@@ -38,10 +43,13 @@ class LeaseTable:
     def add(self, handoff_id: bytes, refs: tuple[PageRef, ...], now_ms: int) -> None:
         """Promises more pages; moves the deadline."""
         lease = self._get(handoff_id)
-        self._leases[handoff_id] = replace(lease, refs=lease.refs + refs, deadline_ms=now_ms + self.lease_ms)
+        self._leases[handoff_id] = replace(lease, refs=lease.refs + refs)
+        self.renew(handoff_id, now_ms)
 
     def renew(self, handoff_id: bytes, now_ms: int) -> None:
-        self._leases[handoff_id] = replace(self._get(handoff_id), deadline_ms=now_ms + self.lease_ms)
+        """Moves the deadline, never back."""
+        lease = self._get(handoff_id)
+        self._leases[handoff_id] = replace(lease, deadline_ms=max(lease.deadline_ms, now_ms + self.lease_ms))
 
     def end(self, handoff_id: bytes) -> tuple[PageRef, ...]:
         """Removes a lease and returns the pages that it kept."""

@@ -29,14 +29,16 @@ class PrefixIndex:
             if not self._is_live(ref):
                 del self._pages[key]
                 break
-            self._pages.move_to_end(key)
             found.append(ref)
+        # A page is of no use without those before it: the first one shall be evicted last.
+        for key in reversed(keys[: len(found)]):
+            self._pages.move_to_end(key)
         return tuple(found)
 
     def wants(self, key: bytes) -> bool:
         """Whether `insert` would take a page for this key."""
         old = self._pages.get(key)
-        return not self._is_live(old) if old is not None else len(self._pages) < self._max
+        return not self._is_live(old) if old is not None else self._max > 0 and self._has_room()
 
     def insert(self, key: bytes, ref: PageRef) -> bool:
         """Adds a sealed page. False, and nothing changed, if the key has a live page already or the index is full."""
@@ -44,6 +46,15 @@ class PrefixIndex:
             return False
         self._pages[key] = ref
         self._pages.move_to_end(key)
+        return True
+
+    def _has_room(self) -> bool:
+        """True if an entry can be added; stale ones at the old end make room."""
+        while len(self._pages) >= self._max:
+            key, ref = next(iter(self._pages.items()))
+            if self._is_live(ref):
+                return False
+            del self._pages[key]
         return True
 
     def oldest(self) -> Iterator[tuple[bytes, PageRef]]:
