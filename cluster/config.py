@@ -70,7 +70,9 @@ class ModelConfig:
     name: str = _setting("smollm2", "Model to serve: a known name.", check=_not_blank)
     path: str = _setting("", "Folder or file of the checkpoint; empty: where the named model is installed.")
     linears: str = _setting(
-        "auto", "Type of the linear layers' weights: fp16 where the CPU has it.", choices=("auto", "fp32", "fp16")
+        "auto",
+        "Precision of linear layers; auto takes the fastest that this host has.",
+        choices=("auto", "fp32", "fp16"),
     )
 
 
@@ -88,7 +90,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    engine: str = _setting("shm", "Transfer engine.", choices=("shm", "memory", "mooncake", "nixl"))
+    engine: str = _setting("shm", "Transfer engine.", choices=("shm", "mooncake", "nixl"))
     timeout_ms: int = _setting(10_000, "Longest time of one pull.", low=10, high=600_000)
     lease_ms: int = _setting(15_000, "How long prefill keeps promised pages without a renewal.", low=100, high=600_000)
 
@@ -98,6 +100,7 @@ class WorkersConfig:
     prefill: int = _setting(1, "Prefill workers.", low=1, high=256)
     decode: int = _setting(1, "Decode workers.", low=1, high=256)
     host: str = _setting("127.0.0.1", "Address that workers listen on.", check=_not_blank)
+    cpus: float = _setting(0.5, "CPUs that Ray reserves for one worker.", low=0.01, high=256.0)
     threads: int = _setting(1, "Compute threads of one worker.", low=1, high=256)
     chunk_tokens: int = _setting(256, "Most prompt tokens of one prefill step.", low=1, high=65_536)
     max_running: int = _setting(8, "Most requests in one step of a worker.", low=1, high=4096)

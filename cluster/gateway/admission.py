@@ -47,9 +47,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ModelLimits:
+    """`aliases`: other names that requests may use."""
+
     name: str
     vocab_size: int
     context_tokens: int
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_model(name: str, model: ModelLimits) -> None:
-    if name and name != model.name:
+    if name and name not in (model.name, *model.aliases):
         raise _bad("unknown_model", "model", f"{name[:80]!r} is not served here; use {model.name!r} or leave it empty")
 
 

@@ -51,7 +51,9 @@ class GatewayState:
         self.sources = sources
         self.authenticator = authenticator or SingleTenant()
         self.checks = checks or StreamChecks()
-        self.limits = ModelLimits(served.info.name, served.info.vocab_size, served.info.context_tokens)
+        self.limits = ModelLimits(
+            served.info.name, served.info.vocab_size, served.info.context_tokens, (config.model.name,)
+        )
         self.encoder = PromptEncoder(served.tokenizer)
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))

@@ -11,6 +11,7 @@ import grpc.aio
 
 from cluster.config import Config, load
 from cluster.gateway.served import ServedModel
+from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
@@ -219,3 +220,47 @@ async def ended(workers: Sequence[FakeWorker], count: int, limit_s: float = 5.0)
         for seen in calls:
             await seen.closed.wait()
     return [seen.ended for seen in calls]
+
+
+class BuiltFake(FakeWorker):
+    """What a launcher's builder makes: decode answers from the prompt, and a worker can be told to fail."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec.worker_id, spec.role)
+        self.stops: list[int] = []
+        self.fail: GenlockError | None = None
+
+    async def start(self, port: int = 0) -> str:
+        if self.fail is not None:
+            raise self.fail
+        return await super().start(port)
+
+    async def stop(self, grace_ms: int = 0) -> None:
+        self.stops.append(grace_ms)
+        await super().stop(grace_ms)
+
+
+def build_fake(spec: WorkerSpec) -> BuiltFake:
+    return BuiltFake(spec)
+
+
+def build_fake_that_fails_as_decode(spec: WorkerSpec) -> BuiltFake:
+    worker = BuiltFake(spec)
+    if spec.role is Role.DECODE:
+        worker.fail = InvalidInput("bad_layout", "layout.page_tokens is odd", field="layout.page_tokens")
+    return worker
+
+
+def build_fake_that_hangs(spec: WorkerSpec) -> BuiltFake:
+    worker = BuiltFake(spec)
+
+    async def start(port: int = 0) -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    worker.start = start  # type: ignore[method-assign]  # a stand-in
+    return worker
+
+
+async def load_fake(_config: Config) -> ServedModel:
+    return served_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from hypothesis import example, given, settings
@@ -21,7 +22,7 @@ def run(data: bytes, stops: tuple[str, ...], cuts: list[int], hidden: frozenset[
     choice: ChoiceText[Token] = ChoiceText(ByteStream(), stops, hidden)
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     text, ids, matched = "", [], ""
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         piece = choice.push(Token(byte) for byte in data[start:end])
         assert not (matched and not piece.empty)
         text += piece.text
