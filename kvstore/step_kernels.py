@@ -12,6 +12,7 @@ import numpy as np
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _MIX2 = np.uint64(0xC2B2AE3D27D4EB4F)
+_START = np.uint64(0xD6E8FEB86659FD93)  # not 0, which the mixer leaves in place for a value of 0
 
 
 @nb.njit(cache=True, nogil=True)
@@ -25,7 +26,7 @@ def _mix(h, value):
 
 @nb.njit(cache=True, nogil=True)
 def fold_pages(page_ids, tags_P2, count):
-    h = np.uint64(count)
+    h = _mix(_START, np.uint64(count))
     for i in range(count):
         h = _mix(h, np.uint64(page_ids[i]))
         h = _mix(h, np.uint64(tags_P2[i, 0]))
@@ -35,8 +36,8 @@ def fold_pages(page_ids, tags_P2, count):
 
 @nb.njit(cache=True, nogil=True)
 def seal_row(request_no, pages_fold, first_position, token_ids):
-    h = _mix(np.uint64(request_no), pages_fold)
-    h = _mix(h, np.uint64(first_position))
+    h = _mix(_mix(_START, np.uint64(request_no)), pages_fold)
+    h = _mix(_mix(h, np.uint64(first_position)), np.uint64(token_ids.shape[0]))
     for i in range(token_ids.shape[0]):
         h = _mix(h, np.uint64(token_ids[i]))
     return np.int64(h >> np.uint64(1))
