@@ -25,24 +25,17 @@ from kvstore.transfer.base import Peer, PoolExport, TransferEngine
 from model.sampler import SampledToken
 from wire.convert import descriptor_from_proto, export_from_proto, ticket_to_proto, token_from_proto
 from wire.errors import from_rpc
+from wire.options import open_channel
 
 RELEASE_TIMEOUT_S = 2.0
 MAX_PEERS = 1024
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # A prefill worker may come back on the same port: look again soon.
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-)
 
 
 @dataclass(frozen=True)
 class PullHooks:
     """Fault injection; production leaves them empty. Both run where the real thing would happen."""
 
-    on_event: Callable[[worker_pb2.HandoffEvent], list[worker_pb2.HandoffEvent]] | None = None
+    on_event: Callable[[StartHandoff, worker_pb2.HandoffEvent], list[worker_pb2.HandoffEvent]] | None = None
     before_pull: Callable[[StartHandoff, tuple[PageOrder, ...]], None] | None = None  # on the pull's thread
 
 
@@ -111,7 +104,7 @@ class Handoffs:
     def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            channel = self._channels[endpoint] = open_channel(endpoint)
         return worker_pb2_grpc.PrefillServiceStub(channel)
 
     async def close(self) -> None:
@@ -227,7 +220,7 @@ class _Attempt:
     async def _messages(self, call: Any) -> AsyncIterator[worker_pb2.HandoffEvent]:
         hook = self._shared.hooks.on_event
         async for message in call:
-            for item in [message] if hook is None else hook(message):
+            for item in [message] if hook is None else hook(self._start, message):
                 yield item
 
     async def _connect(self, export: PoolExport) -> None:

@@ -39,9 +39,9 @@ from model.sampler import SampledToken
 from prefill.core import PrefillCore, PrefillLimits
 from prefill.engine import PrefillEngine, PrefillHooks
 from prefill.service import PrefillService
+from wire.options import server_options
 from wire.worker_status import WorkerStatusService, pool_status
 
-MAX_MESSAGE_BYTES = 16 << 20
 PULL_THREADS = 2
 LOOP_STOP_MS = 10_000
 
@@ -101,14 +101,7 @@ class BuiltWorker:
             servicer = self._build_prefill(model, runner)
         else:
             servicer = self._build_decode(model, runner)
-        server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ]
-        )
+        server = grpc.aio.server(options=server_options())
         if isinstance(servicer, PrefillService):
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
         else:
