@@ -36,6 +36,7 @@ from kvstore.transfer.base import (
 MAX_SLOTS = 1 << 24
 MAX_SLOT_BYTES = 1 << 30
 MAX_PEERS = 4096
+MAX_ADDRESS_CHARS = 4096
 CONNECT_TIMEOUT_MS = 5_000
 CLOSE_TIMEOUT_MS = 10_000
 
@@ -92,6 +93,8 @@ def split_pairs(pairs: Sequence[PagePair]) -> tuple[I64, I64]:
             "too_many_pages", f"{len(pairs)} pages, at most {MAX_PAGES_PER_TRANSFER} a transfer", field="pairs"
         )
     try:
+        if not set(map(len, pairs)) <= {2}:
+            raise ValueError("an item is no pair")
         # One pass in C: a Python loop here would cost more than copying a small page.
         flat = np.fromiter(itertools.chain.from_iterable(pairs), dtype=np.int64, count=2 * len(pairs))
     except (TypeError, ValueError, OverflowError) as error:
@@ -150,7 +153,8 @@ class PoolEngine(TransferEngine, Generic[S]):
     (`_start`), live tags (`_live_tags`) and a teardown (`_tear_down`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> None:
+        self._connect_timeout_ms = connect_timeout_ms
         self._lock = threading.RLock()
         self._buffer: U8 | None = None
         self._slots = 0
@@ -226,7 +230,7 @@ class PoolEngine(TransferEngine, Generic[S]):
         self._check_export(export)
         source = self._attach(export)
         try:
-            tags_S2 = self._live_tags(source, CONNECT_TIMEOUT_MS)
+            tags_S2 = self._live_tags(source, self._connect_timeout_ms)
             if not (tags_S2[:, 0] == export.incarnation).all():
                 raise Unavailable(
                     "incarnation_changed", "the pool at this address is another life than the export names"
@@ -304,6 +308,8 @@ class PoolEngine(TransferEngine, Generic[S]):
                 field="export.engine",
             )
         check_shape(export.slots, export.slot_bytes, "export.")
+        if len(export.address) > MAX_ADDRESS_CHARS:
+            raise InvalidInput("bad_address", "export.address is too long", field="export.address")
         with self._lock:
             self._require_open()
             if self._buffer is None:

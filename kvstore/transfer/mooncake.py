@@ -265,8 +265,9 @@ class MooncakeEngine(PoolEngine[_Source]):
         device: str = "",
         digester: PageDigester | None = None,
         clock_ms: ClockMs = monotonic_ms,
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
     ) -> None:
-        super().__init__()
+        super().__init__(connect_timeout_ms)
         try:
             library = load_library()()
         except (ImportError, OSError) as error:
@@ -360,7 +361,7 @@ class MooncakeEngine(PoolEngine[_Source]):
 
         thread = threading.Thread(target=ask, name="mooncake-probe", daemon=True)
         thread.start()
-        thread.join(CONNECT_TIMEOUT_MS / 1000)
+        thread.join(self._connect_timeout_ms / 1000)
         if not answers or answers[0]:
             raise Unavailable("peer_gone", f"nothing answers at {session}")
 

@@ -120,25 +120,29 @@ class _Owner:
 
     def __init__(self, address: ShmAddress) -> None:
         self._address = address
+        # A poll object may be asked by one thread at a time, and a closed descriptor's number may be reused.
+        self._lock = threading.Lock()
+        self._poll: select.poll | None = None
         self._fd = -1
         with contextlib.suppress(OSError):  # no pidfd (old kernel, seccomp): /proc is asked instead
             self._fd = os.pidfd_open(address.pid)
+            self._poll = select.poll()
+            self._poll.register(self._fd, select.POLLIN)
 
     def started_as_told(self) -> bool:
         return start_ticks_of(self._address.pid) == self._address.start_ticks
 
     def alive(self) -> bool:
-        fd = self._fd
-        if fd < 0:
-            return self.started_as_told()
-        poll = select.poll()  # one for each call: a poll object refuses to be asked by two threads at once
-        poll.register(fd, select.POLLIN)
-        return not poll.poll(0)
+        with self._lock:
+            if self._poll is not None:
+                return not self._poll.poll(0)
+        return self.started_as_told()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._poll = -1, None
 
 
 class _Source:
