@@ -46,6 +46,7 @@ _HIDDEN = _OUTPUT + _CODE
 _THETA = 4.0
 _PEAK_NATS = 800.0
 _SELF_SHARE = 0.97  # height of the second peak
+_FIRST_GAP_NATS, _SECOND_GAP_NATS = 18.0, 60.0
 _HEAD_GAIN = 16.0  # about 16 nats for one sign, so that sampling at temperature 1 answers as greedy does
 
 _TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
@@ -57,9 +58,17 @@ _TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 def build_probe(
     *, lag_tokens: int = DEFAULT_LAG_TOKENS, linears: str = "fp32"
 ) -> tuple[LlamaModel, ByteLevelTokenizer]:
-    """Returns the model and its byte tokenizer. Raises InvalidInput (field `lag_tokens`) outside [2, 512]."""
+    """Returns the model and its byte tokenizer.
+
+    Raises InvalidInput (field `lag_tokens`) outside [2, 512], and for a lag whose two peaks do not stand well above all
+    other distances of the context. 16, 32, 48, 64, 96 and 128 are good.
+    """
     if not 2 <= lag_tokens <= MAX_LAG_TOKENS:
         raise InvalidInput("bad_probe", f"lag_tokens must be in [2, {MAX_LAG_TOKENS}]", field="lag_tokens")
+    nats = distance_nats(np.arange(CONTEXT_TOKENS), lag_tokens)
+    first, second = nats[lag_tokens - 1], nats[0]
+    if first - second < _FIRST_GAP_NATS or second - np.delete(nats, [0, lag_tokens - 1]).max() < _SECOND_GAP_NATS:
+        raise InvalidInput("bad_probe", f"at lag {lag_tokens} attention would not be sharp", field="lag_tokens")
     tokenizer = probe_tokenizer()
     weights = probe_weights(lag_tokens)
     model = LlamaModel(weights, name="probe", tokenizer_digest=tokenizer.digest, linears=linears)

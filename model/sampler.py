@@ -30,6 +30,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = (1 << 63) - 1
 
 NO_TOKEN = -1
+_MIN_TEMPERATURE = 1e-6  # below it, as at it: the best token alone
 _FIRST_CANDIDATES = 1024  # a nucleus is nearly always within these; a full sort of the vocabulary takes milliseconds
 
 
@@ -60,6 +61,7 @@ class SampledToken:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@torch.inference_mode()
 def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """Draws one token for each row of fp32 logits [R, V]; `len(rows)` is R. Ties go to the lowest id.
 
@@ -77,9 +79,11 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         if not math.isfinite(best[index]):
             out.append(SampledToken(NO_TOKEN))
             continue
-        token_id = ids[index] if _is_plain_greedy(row) else _draw(logits_RV[index], row)
+        token_id = ids[index] if _is_plain_greedy(row) else _draw(logits_RV[index].numpy(), row)
         wants_logprobs = row.params.logprobs >= 0 and token_id != NO_TOKEN
-        out.append(_with_logprobs(logits_RV[index], token_id, row) if wants_logprobs else SampledToken(token_id))
+        out.append(
+            _with_logprobs(logits_RV[index].numpy(), token_id, row) if wants_logprobs else SampledToken(token_id)
+        )
     return out
 
 
@@ -88,78 +92,68 @@ def _is_plain_greedy(row: SampleRow) -> bool:
     return params.temperature == 0 and params.repetition_penalty == 1 and row.generated >= params.min_tokens
 
 
-def _draw(logits_V: Tensor, row: SampleRow) -> int:
+def _draw(logits_V: npt.NDArray[np.float32], row: SampleRow) -> int:
+    """One row that is not plainly greedy. Sums are in fp64. numpy, since its small operations cost least."""
     params = row.params
-    scores_V = logits_V.double()
+    scores_V = logits_V.copy()
     if params.repetition_penalty != 1 and len(row.history):
         _penalize(scores_V, row)
     if row.generated < params.min_tokens:
-        scores_V[list({*row.eos_token_ids, *params.stop_token_ids})] = -math.inf
-    best = float(scores_V.max())
-    if not math.isfinite(best):
+        scores_V[list({*row.eos_token_ids, *params.stop_token_ids})] = -np.inf
+    best = int(scores_V.argmax())
+    if not math.isfinite(scores_V[best]):
         return NO_TOKEN
     if params.temperature == 0:
-        return int(scores_V.argmax())
-    scores_V = (scores_V - best) / params.temperature
-    kept = _filter(scores_V, params)
-    weights = (scores_V if kept is None else scores_V[kept]).exp()
-    cumulative = weights.cumsum(0)
-    target = uniform(params.seed, row.position) * float(cumulative[-1])
-    index = int(torch.searchsorted(cumulative, target, right=True))
-    last = int(weights.nonzero()[-1])  # rounding could step past the last token that has any weight
-    index = min(index, last)
+        return best
+    weights_V = np.exp((scores_V - scores_V[best]) / np.float32(max(params.temperature, _MIN_TEMPERATURE)))
+    kept = _filter(weights_V, params)
+    cumulative = np.cumsum(weights_V if kept is None else weights_V[kept], dtype=np.float64)
+    # The first token whose share ends beyond the target; u < 1, so a token of no weight is never reached, except by
+    # rounding at the very end: the last token with weight is where the sum stops growing.
+    target = min(uniform(params.seed, row.position) * cumulative[-1], np.nextafter(cumulative[-1], 0))
+    index = int(np.searchsorted(cumulative, target, side="right"))
     return index if kept is None else int(kept[index])
 
 
-def _penalize(scores_V: Tensor, row: SampleRow) -> None:
+def _penalize(scores_V: npt.NDArray[np.float32], row: SampleRow) -> None:
     """Repetition penalty of CTRL (Keskar et al., 2019): seen tokens' positive scores shrink, negative ones grow."""
-    seen = torch.tensor(np.unique(np.asarray(row.history, np.int64)))
-    values, penalty = scores_V[seen], row.params.repetition_penalty
-    scores_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    seen = np.unique(np.asarray(row.history, np.int64))
+    values, penalty = scores_V[seen], np.float32(row.params.repetition_penalty)
+    scores_V[seen] = np.where(values > 0, values / penalty, values * penalty)
 
 
-def _filter(scores_V: Tensor, params: SamplingParams) -> Tensor | None:
+def _filter(weights_V: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.int64] | None:
     """Ids that top_k, top_p (Holtzman et al., 2020) and min_p leave, best first; None when all stay.
 
-    top_p keeps the shortest run of best tokens whose share, among those that top_k left, reaches it; min_p keeps tokens
-    at least that fraction as likely as the best.
+    `weights_V`: relative probabilities, the best is 1. top_p keeps the shortest run of best tokens whose share, among
+    those that top_k left, reaches it; min_p keeps tokens at least that fraction as likely as the best.
     """
-    vocab = len(scores_V)
-    limit = min(params.top_k, vocab) if params.top_k else vocab
-    if limit == vocab and params.top_p == 1 and params.min_p == 0:
+    limit = min(params.top_k or len(weights_V), len(weights_V))
+    if limit == len(weights_V) and params.top_p == 1 and params.min_p == 0:
         return None
-    weights_V = scores_V.exp()
-    size = min(limit, _FIRST_CANDIDATES)
+    size = limit if limit < len(weights_V) else min(limit, _FIRST_CANDIDATES)
     while True:
-        ids = _best(scores_V, size)
-        weights = weights_V[ids]
-        total = weights.sum() if limit < vocab else weights_V.sum()
-        if size == limit or _closes(weights, float(total), params):
-            break
-        size = limit
-    keep = torch.ones(len(ids), dtype=torch.bool)
-    if params.top_p < 1:
-        before = weights.cumsum(0) - weights
-        keep &= before < params.top_p * total
-    if params.min_p > 0:
-        keep &= weights >= params.min_p * weights[0]
-    return ids[keep]
+        ids = _best(weights_V, size)
+        weights = weights_V[ids].astype(np.float64)
+        total = float((weights if limit < len(weights_V) else weights_V).sum(dtype=np.float64))
+        before = weights.cumsum() - weights
+        keep = (before < params.top_p * total) | (params.top_p == 1)
+        keep &= weights >= params.min_p
+        # Tokens beyond these candidates rank lower: once the last candidate is cut, so are they.
+        if size == limit or not keep[-1]:
+            return ids[keep]
+        size = min(limit, size * 8)
 
 
-def _closes(weights: Tensor, total: float, params: SamplingParams) -> bool:
-    """Whether the cut is certainly inside these best candidates."""
-    if params.min_p > 0 and float(weights[-1]) < params.min_p * float(weights[0]):
-        return params.top_p == 1 or float(weights.sum()) >= params.top_p * total
-    return params.top_p < 1 and float(weights.sum()) >= params.top_p * total
-
-
-def _best(scores_V: Tensor, size: int) -> Tensor:
+def _best(values_V: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.int64]:
     """The `size` best ids, best first, ties by the lower id."""
-    if size == len(scores_V):
-        return scores_V.sort(descending=True, stable=True).indices
-    floor = scores_V.topk(size).values[-1]
-    ids = (scores_V >= floor).nonzero()[:, 0]
-    return ids[scores_V[ids].sort(descending=True, stable=True).indices][:size]
+    vocab = len(values_V)
+    ids = np.arange(vocab)
+    if size < vocab:
+        floor = np.partition(values_V, vocab - size)[vocab - size]
+        above = np.flatnonzero(values_V > floor)
+        ids = np.concatenate([above, np.flatnonzero(values_V == floor)[: size - len(above)]])
+    return ids[np.argsort(-values_V[ids], kind="stable")]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -170,11 +164,12 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(word, "little") >> 11) * 2.0**-53
 
 
-def _with_logprobs(logits_V: Tensor, token_id: int, row: SampleRow) -> SampledToken:
-    logprobs_V = torch.log_softmax(logits_V, dim=-1)
-    count = min(row.params.logprobs, len(logprobs_V))
-    top = tuple((int(other), float(logprobs_V[other])) for other in _best(logprobs_V, count)) if count else ()
-    return SampledToken(token_id, float(logprobs_V[token_id]), top)
+def _with_logprobs(logits_V: npt.NDArray[np.float32], token_id: int, row: SampleRow) -> SampledToken:
+    best = logits_V.max()
+    log_total = float(best) + math.log(np.exp(logits_V - best).sum(dtype=np.float64))
+    count = min(row.params.logprobs, len(logits_V))
+    top = tuple((int(other), float(logits_V[other]) - log_total) for other in _best(logits_V, count)) if count else ()
+    return SampledToken(token_id, float(logits_V[token_id]) - log_total, top)
 
 
 def validate(params: SamplingParams, *, context_tokens: int, prompt_tokens: int, vocab_size: int) -> None:
