@@ -199,7 +199,9 @@ def _attend_dense(query_nHD: Tensor, key_KCD: Tensor, value_KCV: Tensor, positio
             )
             blocks.append(torch.where(mask_qC[:, :1], block_KGqV, 0.0))  # a token that sees no key gets zeros
         out_KGnV = torch.cat(blocks, dim=2)
-    return out_KGnV.permute(2, 0, 1, 3).reshape(tokens, heads, -1)
+    # A dense kernel may answer zeros to a query that is not finite; this brings its NaN back.
+    doubt_nH1 = (query_nHD * 0.0).sum(dim=-1, keepdim=True)
+    return out_KGnV.permute(2, 0, 1, 3).reshape(tokens, heads, -1) + doubt_nH1
 
 
 def _clear_flagged(table: ReadTable, out_NHV: Tensor) -> None:

@@ -113,15 +113,19 @@ class ReferenceBackend:
 
 
 def _attend_row(query_nHD: F64, key_KCD: F64, value_KCV: F64, position_n: I64, scale: float) -> F64:
-    """Softmax attention of one row; token i sees keys 0..position_n[i]. A token that sees no key gets zeros."""
+    """Softmax attention of one row; token i sees keys 0..position_n[i]. A token that sees no key gets zeros.
+
+    A query that is not finite yields NaN.
+    """
     kv_heads, context, width = key_KCD.shape
     query_nKGD = query_nHD.reshape(query_nHD.shape[0], kv_heads, -1, width)
-    score_nKGC = np.einsum("nkgd,kcd->nkgc", query_nKGD, key_KCD) * scale
+    with np.errstate(invalid="ignore"):  # infinity times zero is NaN, as it should be
+        score_nKGC = np.einsum("nkgd,kcd->nkgc", query_nKGD, key_KCD) * scale
     visible_nC = np.arange(context)[None, :] <= position_n[:, None]
     score_nKGC = np.where(visible_nC[:, None, None, :], score_nKGC, -np.inf)
     top_nKG1 = score_nKGC.max(axis=-1, keepdims=True, initial=-np.inf)
     weight_nKGC = np.exp(score_nKGC - np.where(np.isfinite(top_nKG1), top_nKG1, 0))
     total_nKG1 = weight_nKGC.sum(axis=-1, keepdims=True)
-    weight_nKGC /= np.where(total_nKG1 > 0, total_nKG1, 1)
+    weight_nKGC /= np.where(total_nKG1 == 0, 1, total_nKG1)
     out_nKGV = np.einsum("nkgc,kcv->nkgv", weight_nKGC, value_KCV)
     return np.ascontiguousarray(out_nKGV.reshape(query_nHD.shape[0], -1, value_KCV.shape[-1]))
