@@ -1,0 +1,1 @@
+"""The `genlock` command. Answers go to stdout, progress to stderr."""

@@ -1,0 +1,63 @@
+"""A client of one cluster, for the commands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from cluster.cli.main import Unreachable
+from genlock.v1 import inference_pb2 as pb
+from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
+from wire.calls import answer, responses
+from wire.options import MAX_MESSAGE_BYTES, channel_options
+
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Client:
+    """Calls raise GenlockError."""
+
+    channel: grpc.aio.Channel
+    metadata: tuple[tuple[str, str], ...]
+    timeout_s: float
+
+    def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        return responses(stub.Generate(request, timeout=self.timeout_s, metadata=self.metadata))
+
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        return await answer(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=self.timeout_s, metadata=self.metadata))
+
+    async def status(self) -> operator_pb2.GetStatusResponse:
+        stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
+        call = stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=self.timeout_s, metadata=self.metadata)
+        return await answer(call)
+
+
+@asynccontextmanager
+async def connect(endpoint: str, token: str | None, timeout_s: float) -> AsyncIterator[Client]:
+    """A client of the cluster at `endpoint`. Raises Unreachable when nobody answers there."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    options = channel_options(MAX_MESSAGE_BYTES)
+    async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
+        try:
+            async with asyncio.timeout(min(CONNECT_TIMEOUT_S, timeout_s)):
+                await channel.channel_ready()
+        except TimeoutError:
+            raise Unreachable(
+                f"no cluster at {endpoint}: start one with `genlock up`, or name another with --endpoint"
+            ) from None
+        yield Client(channel, metadata, timeout_s)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a command's coroutine; Ctrl-C cancels it."""
+    return asyncio.run(work)

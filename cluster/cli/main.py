@@ -1,0 +1,85 @@
+"""Entry point: the commands, and what their failures mean as exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from cluster.cli.lazy import LazyCommand, LazyGroup
+from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput
+
+OK, FAILED, USAGE, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 5, 130
+
+COMMANDS = {
+    "up": LazyCommand("cluster.cli.up:command", "Start a cluster here and serve until Ctrl-C."),
+    "demo": LazyCommand("cluster.cli.demo:command", "Private cluster, one answer, and what was verified for it."),
+    "generate": LazyCommand("cluster.cli.generate:command", "Answer one prompt."),
+    "chat": LazyCommand("cluster.cli.chat:command", "Talk with the model."),
+    "status": LazyCommand("cluster.cli.status:command", "Workers, pools, checks and outcomes."),
+    "config": LazyCommand("cluster.cli.config:command", "Effective settings and where each one came from."),
+    "selftest": LazyCommand("cluster.selftest.cli:command", "Check this installation with injected faults."),
+    "bench": LazyCommand("cluster.cli.bench:command", "Measure on this machine."),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  genlock demo "What is the capital of France?"
+  genlock up --prefill 1 --decode 2
+  genlock generate "What is the capital of France?" --max-tokens 32
+  genlock status -o json
+
+\b
+Exit codes: 0 ok, 1 failed, 2 wrong usage or bad input, 3 no cluster reached, 5 timed out.""",
+)
+@click.version_option(package_name="genlock", message="genlock %(version)s")
+def cli() -> None:
+    """Genlock serves open-weight language models from separate prefill and decode workers, and never answers from
+    another request's KV pages."""
+
+
+class Unreachable(click.ClickException):
+    """Nobody answers at the endpoint."""
+
+    exit_code = UNREACHABLE
+
+
+def exit_code_of(error: GenlockError) -> int:
+    if isinstance(error, InvalidInput):
+        return USAGE
+    return TIMED_OUT if isinstance(error, DeadlineExceeded) else FAILED
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    try:
+        result = cli.main(args=None if args is None else list(args), prog_name="genlock", standalone_mode=False)
+    except click.Abort:
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except GenlockError as error:
+        where = f" [{error.field}]" if error.field and error.field not in error.message else ""
+        click.echo(f"Error: {error.message}{where} ({error.reason})", err=True)
+        return exit_code_of(error)
+    except KeyboardInterrupt:
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    # Commands return their exit code; click's own exits (--help, --version) come back as numbers too.
+    return result if isinstance(result, int) else OK
+
+
+def main() -> None:
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Options that several commands share, and how they become a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from cluster.config import LoadedConfig, load
+from kvstore.errors import InvalidInput
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def settings_options(command: F) -> F:
+    """--config and --set: any setting, from a file or from the command line."""
+    command = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="SECTION.FIELD=VALUE",
+        help="Any setting, as `--set cache.page_tokens=64`. May repeat.",
+    )(command)
+    return click.option(
+        "--config",
+        "config_file",
+        envvar="GENLOCK_CONFIG",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="YAML or TOML file of settings.  [env: GENLOCK_CONFIG]",
+    )(command)
+
+
+def cluster_options(command: F) -> F:
+    """The settings that one changes most often, under short names."""
+    for option in (
+        click.option("--engine", help="Transfer engine."),
+        click.option("--model", help="Model to serve: a name, a .gguf file, or a folder."),
+        click.option("--decode", type=int, help="Decode workers."),
+        click.option("--prefill", type=int, help="Prefill workers."),
+        click.option(
+            "--in-process", is_flag=True, help="All workers in this process instead of Ray actors: quick, one core."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def client_options(command: F) -> F:
+    """--endpoint, --token, --timeout."""
+    for option in (
+        click.option(
+            "--timeout", "timeout_s", type=click.FloatRange(0.001, 86_400), default=120.0, show_default=True,
+            help="Longest time for an answer, seconds.",
+        ),
+        click.option("--token", envvar="GENLOCK_TOKEN", help="Bearer token.  [env: GENLOCK_TOKEN]"),
+        click.option(
+            "--endpoint", envvar="GENLOCK_ENDPOINT", metavar="HOST:PORT",
+            help="The cluster's gateway. Default: where `genlock up` serves with the same settings.  "
+            "[env: GENLOCK_ENDPOINT]",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def load_settings(
+    config_file: Path | None, assignments: tuple[str, ...], flags: dict[str, object] | None = None
+) -> LoadedConfig:
+    """The effective configuration. Raises InvalidInput."""
+    merged: dict[str, object] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise InvalidInput(
+                "bad_setting", f"--set {assignment!r} must read SECTION.FIELD=VALUE", field=key or assignment
+            )
+        merged[key.strip()] = value.strip()
+    merged.update({key: value for key, value in (flags or {}).items() if value is not None})
+    text = None
+    if config_file is not None:
+        try:
+            text = config_file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput("bad_config_file", f"{config_file} cannot be read: {error}", field="config") from error
+    return load(
+        file_text=text,
+        file_name=str(config_file or ""),
+        environ=os.environ,
+        flags=merged,
+    )
+
+
+def endpoint_or_default(endpoint: str | None) -> str:
+    """The given endpoint, or that of a local cluster with the environment's settings."""
+    if endpoint:
+        return endpoint
+    config_file = os.environ.get("GENLOCK_CONFIG")
+    api = load_settings(Path(config_file) if config_file else None, ()).config.api
+    host = "127.0.0.1" if api.host in ("0.0.0.0", "::", "[::]") else api.host
+    return f"{host}:{api.port}"

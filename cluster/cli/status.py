@@ -1,0 +1,87 @@
+"""`genlock status`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.options import client_options, endpoint_or_default
+
+if TYPE_CHECKING:
+    from genlock.v1 import operator_pb2
+
+WORKER_COLUMNS = (
+    "worker", "role", "state", "endpoint", "pages", "free", "quarantined", "running", "waiting", "leases", "tokens",
+    "detail",
+)  # fmt: skip
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  genlock status
+  genlock status --endpoint 10.0.0.7:50051 -o json"""
+)
+@client_options
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def command(endpoint: str | None, token: str | None, timeout_s: float, output: str) -> int:
+    """Shows each worker with its pool, the checks that were made, and how requests ended."""
+    from cluster.cli import render
+    from cluster.cli.client import run_async
+
+    status = run_async(_status(endpoint_or_default(endpoint), token, timeout_s))
+    if output == "json":
+        render.print_json(render.as_dict(status))
+    else:
+        show(status)
+    return 0
+
+
+async def _status(endpoint: str, token: str | None, timeout_s: float) -> operator_pb2.GetStatusResponse:
+    from cluster.cli.client import connect
+
+    async with connect(endpoint, token, timeout_s) as client:
+        return await client.status()
+
+
+def show(status: operator_pb2.GetStatusResponse) -> None:
+    """Tables on stdout."""
+    from cluster.cli import render
+
+    out = render.stdout()
+    running, uptime_s = status.running_requests, status.uptime_ms / 1000
+    out.print(f"{status.model} · genlock {status.version} · up {uptime_s:.0f} s · {running} running", markup=False)
+    out.print(render.table("", WORKER_COLUMNS, [worker_row(entry) for entry in status.workers]))
+    checks = verification(status)
+    if checks:
+        rows = [(name, *counts) for name, counts in sorted(checks.items())]
+        out.print()
+        out.print(render.table("Checks of pages", ("check", "passed", "failed"), rows))
+    if status.outcomes:
+        out.print()
+        out.print(render.table("Requests", ("outcome", "count"), sorted(status.outcomes.items())))
+
+
+def worker_row(entry: operator_pb2.WorkerEntry) -> tuple[object, ...]:
+    name = (entry.worker_id, entry.role, entry.state, entry.endpoint)
+    if not entry.HasField("status"):
+        return (*name, *[float("nan")] * 7, entry.detail)
+    facts = entry.status
+    pool = facts.pool
+    numbers = (
+        pool.pages, pool.free, pool.quarantined, facts.running_requests, facts.waiting_requests, facts.leases,
+        facts.tokens,
+    )  # fmt: skip
+    return (*name, *numbers, entry.detail)
+
+
+def verification(status: operator_pb2.GetStatusResponse) -> dict[str, tuple[int, int]]:
+    """Check -> (passed, failed), over all workers."""
+    out: dict[str, tuple[int, int]] = {}
+    for entry in status.workers:
+        for key, count in entry.status.verification.items():
+            name, _, result = key.partition("/")
+            passed, failed = out.get(name, (0, 0))
+            out[name] = (passed + count, failed) if result == "ok" else (passed, failed + count)
+    return out

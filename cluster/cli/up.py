@@ -1,0 +1,159 @@
+"""`genlock up`: a cluster in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.options import cluster_options, load_settings, settings_options
+from cluster.config import Config
+
+if TYPE_CHECKING:
+    from cluster.gateway.identity import Authenticator
+    from cluster.launch.up import Cluster
+
+INTERRUPTED = 130
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  genlock up
+  genlock up --prefill 1 --decode 2 --port 50051
+  genlock up --model /models/my-model --set cache.page_tokens=64
+  genlock up --config cluster.yaml
+
+\b
+Ctrl-C drains and stops; a second Ctrl-C does not wait for running requests."""
+)
+@cluster_options
+@click.option("--host", help="Address of the gateway.")
+@click.option("--port", type=int, help="Port of the gateway; 0 is any free one.")
+@settings_options
+def command(
+    in_process: bool, prefill: int | None, decode: int | None, model: str | None, engine: str | None,
+    host: str | None, port: int | None, config_file: Path | None, assignments: tuple[str, ...],
+) -> int:  # fmt: skip
+    """Starts workers and a gateway on this machine and serves until Ctrl-C. The endpoint is printed to stdout."""
+    flags: dict[str, object] = {**cluster_flags(prefill, decode, model, engine), "api.host": host, "api.port": port}
+    config = load_settings(config_file, assignments, flags).config
+    return asyncio.run(serve(config, in_process=in_process))
+
+
+def cluster_flags(prefill: int | None, decode: int | None, model: str | None, engine: str | None) -> dict[str, object]:
+    """The short options of a cluster as settings."""
+    known = model is None or model in ("smollm2", "probe")
+    return {
+        "workers.prefill": prefill,
+        "workers.decode": decode,
+        "model.name": model if known or model is None else Path(model).stem,
+        "model.path": None if known else model,
+        "transfer.engine": engine,
+    }
+
+
+def make_cluster(config: Config, report: Callable[[str], None], *, in_process: bool) -> Cluster:
+    """A cluster of real workers, not started."""
+    from cluster.launch.build import build_worker
+    from cluster.launch.launcher import InProcessLauncher, Launcher
+    from cluster.launch.ray_launcher import RayLauncher
+    from cluster.launch.served import load_served
+    from cluster.launch.up import Cluster, Seams
+
+    launcher: Launcher = InProcessLauncher(build_worker) if in_process else RayLauncher(build_worker)
+    return Cluster(config, launcher, load_served, seams=Seams(authenticator=_authenticator(config)), report=report)
+
+
+async def serve(config: Config, *, in_process: bool) -> int:
+    """Runs the cluster until a signal. Returns the exit code."""
+    from cluster.cli import render
+
+    console = render.stderr()
+    asked = _Signals()
+    with asked.installed(), console.status("Starting…") as spinner:
+
+        def report(text: str) -> None:
+            console.print(text, markup=False)
+            spinner.update(f"Starting: {text}")
+
+        cluster = make_cluster(config, report, in_process=in_process)
+        starting = asyncio.create_task(cluster.start())
+        if not await asked.or_done(starting):
+            spinner.update("Stopping before everything was up…")
+            starting.cancel()
+            await asyncio.wait([starting])
+            console.print("Stopped.")
+            return INTERRUPTED
+        endpoint = starting.result()
+        spinner.stop()
+        click.echo(endpoint)
+        console.print("Ctrl-C drains and stops.", markup=False)
+        await asked.wait()
+        spinner.update("Draining; Ctrl-C again does not wait…")
+        spinner.start()
+        stopping = asyncio.create_task(cluster.stop())
+        if not await asked.or_done(stopping):
+            spinner.update("Stopping now…")
+            stopping.cancel()
+            await asyncio.wait([stopping])
+        elif stopping.exception() is not None:
+            raise stopping.exception() or AssertionError
+    console.print("Stopped.")
+    return 0
+
+
+class _Signals:
+    """SIGINT and SIGTERM, one after the other. The third ends the process on the spot."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._count = 0
+
+    @contextlib.contextmanager
+    def installed(self):  # type: ignore[no-untyped-def]  # a generator behind contextmanager
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._heard)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def wait(self) -> None:
+        await self._event.wait()
+        self._event.clear()
+
+    async def or_done(self, task: asyncio.Task[object]) -> bool:
+        """Waits for the task or a signal; True when the task came first."""
+        waiting = asyncio.create_task(self.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        return task.done()
+
+    def _heard(self) -> None:
+        self._count += 1
+        if self._count > 2:
+            os._exit(INTERRUPTED)
+        self._event.set()
+
+
+def _authenticator(config: Config) -> Authenticator | None:
+    from cluster.gateway.identity import authenticator_from
+    from kvstore.errors import InvalidInput
+
+    name = config.api.tenants_file
+    if not name:
+        return None
+    try:
+        text = Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput("bad_tenants_file", f"{name} cannot be read: {error}", field="api.tenants_file") from error
+    return authenticator_from(text, name)
