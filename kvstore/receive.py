@@ -86,7 +86,7 @@ class PageReceiver:
         with self._lock:
             for entry in tuple(self._unproved):
                 transfer, refs = entry
-                if transfer.quiesced():
+                if self._quiet(transfer):
                     self._unproved.remove(entry)
                     self._guard.prove(refs)
             return len(self._unproved)
@@ -117,7 +117,7 @@ class PageReceiver:
             page_id = order.desc.ref.page_id
             tag = Tag(int(live[page_id, 0]), int(live[page_id, 1])) if 0 <= page_id < len(live) else Tag(0, 0)
             self._judge("source_tag", judge_source, {page_id: tag}, order.desc, guard.checks)
-        if guard.checks.quarantine and not transfer.quiesced():
+        if guard.checks.quarantine and not self._quiet(transfer):
             raise TransferError("not_quiet", "the engine says done and has not proved that it stopped writing")
         guard.adopt(
             [
@@ -128,6 +128,13 @@ class PageReceiver:
             owner,
         )
         guard.count("pages_received", len(orders))
+
+    def _quiet(self, transfer: Transfer) -> bool:
+        try:
+            return transfer.quiesced()
+        except Exception:  # an engine that cannot answer has proved nothing, and must not keep the others waiting
+            self._guard.count("quiesced_failed")
+            return False
 
     def _judge(self, name: str, judge, *args: object) -> None:  # type: ignore[no-untyped-def] # several signatures
         try:
