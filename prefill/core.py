@@ -20,6 +20,7 @@ from kvstore.errors import (
     InvalidInput,
     LifecycleError,
     NoCapacity,
+    PageFault,
     PagePinned,
     StalePage,
     Unavailable,
@@ -270,13 +271,19 @@ class PrefillCore(Generic[T]):
     def _intact(self, refs: tuple[PageRef, ...]) -> tuple[PageRef, ...]:
         """The leading pages that still hold what was sealed; a page that rotted in memory is taken from everybody."""
         for i, ref in enumerate(refs):
-            desc = self._descs.get(ref)
-            if desc is None or self._guard.describe(ref, desc.logical_index) != desc:
+            if not self._holds_what_was_sealed(ref):
                 self._guard.counters["cache_rotten"] += 1
                 self._forget((ref,))
                 self._guard.condemn((ref,))
                 return refs[:i]
         return refs
+
+    def _holds_what_was_sealed(self, ref: PageRef) -> bool:
+        desc = self._descs.get(ref)
+        try:
+            return desc is not None and self._guard.describe(ref, desc.logical_index) == desc
+        except PageFault:  # the rot is in the header itself
+            return False
 
     @staticmethod
     def _at(desc: PageDescriptor, logical_index: int) -> PageDescriptor:
