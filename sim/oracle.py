@@ -38,7 +38,7 @@ class Oracle:
         slots: int = 64,
     ) -> None:
         layout = model.layout(page_tokens, kv_format)
-        engine = MemoryEngine(MemoryFabric())
+        engine = MemoryEngine(MemoryFabric(), "oracle")
         self._guard = Guard(
             layout, slots, engine, draw_incarnation(os.urandom), Digester(b"oracle" * 4, layout.slot_bytes)
         )

@@ -1,0 +1,297 @@
+"""A simulated decode worker: the production core, guard, receiver and handoff rules, and what its shell would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from decode.core import DecodeCore, DecodeLimits, Emitted, Finished, Outcome, Preempted, StartHandoff
+from decode.handoff import Accepted, HandoffEvent, HandoffReceiver, HandoffState
+from decode.pull import PeerTable
+from kvstore.errors import Cancelled, GenlockError, PageFault
+from kvstore.guard import Published
+from kvstore.receive import PageOrder, PageReceiver, Pull
+from kvstore.registry import IncarnationRegistry
+from kvstore.step import StepPlan
+from kvstore.transfer.base import Peer
+from kvstore.transfer.faults import Ending
+from kvstore.transfer.memory import MemoryTransfer
+from model.ticket import finish_reason
+from sim.compute import EOS, Compute, SimToken
+from sim.net import Call
+from sim.prefill_side import PrefillWorker
+from sim.steps import StepDriver
+from sim.worker import Worker
+
+if TYPE_CHECKING:
+    from sim.world import Request, World
+
+PULL_TIMEOUT_MS = 60
+HANG_UP_MS = 40
+
+
+@dataclass
+class Copy:
+    """A pull under way, and what the simulator knows of it."""
+
+    pull: Pull
+    attempt: Attempt
+    source_live: bool | None = None  # whether every source page was live when the last byte landed
+    finished: bool = False
+
+
+class DecodeWorker(Worker):
+    role = "decode"
+
+    def __init__(self, world: World, index: int, limits: DecodeLimits) -> None:
+        super().__init__(world, f"decode-{index}")
+        self.layout = world.kit.layouts[world.shape.layout]
+        self.compute = Compute(self.layout)
+        self.limits = limits
+        self.start()
+
+    def start(self) -> None:
+        world = self.world
+        self.begin_life(self.layout, world.shape.decode_slots)
+        self.core: DecodeCore[SimToken] = DecodeCore(
+            self.guard, world.keyer, self.limits, (EOS,), world.dice.stream("ids").randbytes
+        )
+        self.receiver = PageReceiver(self.guard, self.engine)
+        self.registry = IncarnationRegistry()
+        self.peers = PeerTable(self.engine, self.registry)
+        self.requests: dict[int, Request] = {}
+        self.attempts: dict[int, Attempt] = {}
+        self.copies: list[Copy] = []  # not yet quiet
+        self.steps = StepDriver(self)
+        self.schedule_tick()
+
+    @property
+    def working(self) -> bool:
+        landing = any(t.due_ms is not None for t in self._transfers())
+        return bool(self.core.waiting or self.core.running or landing or not self.steps.idle)
+
+    def busy(self, page_id: int) -> bool:
+        if page_id in self.steps.writing:
+            return True
+        return any(
+            page_id == order.local.page_id
+            for copy in self.copies if not copy.pull.transfer.quiesced()
+            for order in copy.pull.orders
+        )  # fmt: skip
+
+    def _transfers(self) -> list[MemoryTransfer]:
+        found = [c.pull.transfer for c in self.copies if not c.pull.transfer.quiesced()]
+        return [t for t in found if isinstance(t, MemoryTransfer)]
+
+    # --- callers ----------------------------------------------------------------------------------------------------
+
+    def on_submit(self, request: Request) -> None:
+        world = self.world
+        try:
+            number = self.core.submit(request.ticket, self.now, self.now + request.deadline_ms)
+        except GenlockError as error:
+            world.tally.reasons[error.reason] += 1
+            world.on_end(request, error)
+            return
+        self.requests[number] = request
+        request.at_decode = (self, self.life, number)
+        self.steps.kick()
+
+    def on_cancel(self, number: int) -> None:
+        self.deliver(self.core.fail(number, Cancelled("cancelled", "the caller went away")))
+        self.steps.kick()
+
+    def deliver(self, outcomes: Sequence[Outcome[SimToken]]) -> None:
+        world = self.world
+        for outcome in outcomes:
+            request = self.requests[outcome.request_no]
+            if isinstance(outcome, Emitted):
+                world.on_token(request, outcome.token.token_id)
+                continue
+            attempt = self.attempts.pop(outcome.request_no, None)
+            if attempt is not None:
+                attempt.close()
+            if isinstance(outcome, Preempted):
+                world.tally.reasons["preempted"] += 1
+                continue
+            del self.requests[outcome.request_no]
+            error = None if isinstance(outcome, Finished) else outcome.error
+            if error is not None:
+                world.tally.reasons[error.reason] += 1
+            world.on_end(request, error)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> StepPlan | None:
+        self.housekeeping()
+        for start in self.core.admit(self.now):
+            attempt = Attempt(self, start, self.world.choose_prefill())
+            self.attempts[start.request_no] = attempt
+            attempt.open()
+        plan, outcomes = self.core.plan(self.now)
+        self.deliver(outcomes)
+        return plan
+
+    def apply(self, plan: StepPlan, published: Sequence[Published[SimToken]]) -> None:
+        self.deliver(self.core.apply(plan, published, self.now))
+
+    def tick(self) -> None:
+        self.housekeeping()
+        self.steps.kick()
+
+    def housekeeping(self) -> None:
+        if self.receiver.unproved_transfers:
+            self.receiver.sweep()
+        self.copies = [c for c in self.copies if not (c.finished and c.pull.transfer.quiesced())]
+        self.deliver(self.core.expire(self.now))
+
+
+class Attempt:
+    """One handoff of one request: what `decode/pull.py` does, as events."""
+
+    def __init__(self, decode: DecodeWorker, start: StartHandoff, prefill: PrefillWorker) -> None:
+        self.decode = decode
+        self.start = start
+        self.prefill = prefill
+        self.world = decode.world
+        self.rules: HandoffReceiver[SimToken] = HandoffReceiver(
+            start.ticket.ticket_id, decode.guard.layout, start.expected, start.local, decode.guard.checks
+        )
+        self.closed = False
+        self._orders: list[PageOrder] = []
+        self._peer: Peer | None = None
+        self._call: Call | None = None
+        self._pulling = False
+
+    @property
+    def request_no(self) -> int:
+        return self.start.request_no
+
+    def open(self) -> None:
+        self._call = self.world.net.call(self, self.decode, self.prefill, self.start.ticket)
+
+    def close(self) -> None:
+        """The request ended or went on: prefill's call has no more use. A copy under way goes on."""
+        self.closed = True
+        if self._call is not None:
+            self.world.net.hang_up(self._call)
+
+    # --- what prefill says --------------------------------------------------------------------------------------------
+
+    def on_event(self, event: HandoffEvent[SimToken]) -> None:
+        if self.closed:
+            return
+        try:
+            order = self.rules.on_event(event)
+            if isinstance(event, Accepted):
+                self._peer = self.decode.peers.connect(self.prefill.name, event.export)
+                self._renew_later(event)
+        except GenlockError as error:
+            self.fail(error)
+            return
+        if order is not None:
+            self._orders.append(order)
+        if self.world.dice.hit("release_early"):
+            self._release(suspect=False)
+        self._pull_soon()
+        self._check_ready()
+
+    def on_end(self, error: GenlockError | None) -> None:
+        if self.closed:
+            return
+        try:
+            self.rules.on_end(error)
+        except GenlockError as ended:
+            self.fail(ended)
+            return
+        if self.rules.state is not HandoffState.COMPLETED:
+            self.world.laws.broken("waits_for_nobody", f"{self.decode.name} request {self.request_no}")
+
+    def _renew_later(self, accepted: Accepted) -> None:
+        self.decode.later(max(10, accepted.lease_ms // 3), "renew-timer", self._renew, accepted)
+
+    def _renew(self, accepted: Accepted) -> None:
+        if not self.closed and self._call is not None:
+            self.world.net.renew(self._call, accepted.handoff_id)
+            self._renew_later(accepted)
+
+    # --- pulls --------------------------------------------------------------------------------------------------------
+
+    def _pull_soon(self) -> None:
+        if self._orders and not self._pulling:
+            self._pulling = True
+            self.decode.later(self.world.dice.stream("pulls").randrange(4), "pull", self._begin)
+
+    def _begin(self) -> None:
+        world, decode = self.world, self.decode
+        batch, self._orders = tuple(self._orders), []
+        if self.closed or not batch:
+            self._pulling = False
+            return
+        assert self._peer is not None, "pages are only promised after the handoff was accepted"
+        world.starting = (self.prefill, decode)
+        try:
+            pull = decode.receiver.begin(self._peer, batch, self.request_no, self.start.expected)
+        except GenlockError as error:
+            self._pulling = False
+            self.fail(error)
+            return
+        world.judge_begun(self._peer, batch, self.start.expected)
+        copy = Copy(pull, self)
+        decode.copies.append(copy)
+        assert isinstance(pull.transfer, MemoryTransfer)
+        due = pull.transfer.due_ms
+        wait = PULL_TIMEOUT_MS if due is None else max(0, min(due - world.heap.now_ms, PULL_TIMEOUT_MS))
+        if world.last_ending not in (Ending.HONEST, Ending.DROP):
+            wait = world.dice.stream("pulls").randrange(wait + 1)
+        if due is not None:
+            world.heap.after(due - world.heap.now_ms, "land", world.land)
+        decode.later(wait, "pulled", self._finish, copy)
+
+    def _finish(self, copy: Copy) -> None:
+        world, decode, batch = self.world, self.decode, copy.pull.orders
+        world.land()
+        copy.finished, self._pulling = True, False
+        world.tally.operations["verify"] += len(batch)
+        try:
+            decode.receiver.finish(copy.pull, 0)
+        except GenlockError as error:
+            if not self.closed:
+                self.fail(error)
+            return
+        world.judge_adopted(copy)
+        if self.closed:
+            return
+        self.rules.verified(batch)
+        self._pull_soon()
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        done, ticket = self.rules.completed, self.start.ticket
+        if done is None or self.closed:
+            return
+        ends = finish_reason(done.first.token_id, ticket.generated_tokens + 1, ticket.sampling, (EOS,)) is not None
+        if not (self.rules.ready or ends):
+            return
+        self._release(suspect=False)
+        self.decode.attempts.pop(self.request_no, None)
+        self.closed = True
+        if self._call is not None:  # it stays open for the release to arrive
+            self.decode.later(HANG_UP_MS, "hang-up", self.world.net.hang_up, self._call)
+        self.decode.deliver(self.decode.core.joined(self.request_no, done.first, self.decode.now))
+        self.decode.steps.kick()
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: GenlockError) -> None:
+        self.world.tally.reasons[error.reason] += 1
+        if isinstance(error, PageFault):
+            self._release(suspect=True)
+        self.decode.deliver(self.decode.core.fail(self.request_no, error))
+        self.decode.steps.kick()
+
+    def _release(self, *, suspect: bool) -> None:
+        accepted = self.rules.accepted
+        if accepted is not None and self._call is not None:
+            self.world.net.release(self._call, accepted.handoff_id, suspect)

@@ -1,0 +1,86 @@
+"""What a seed asks for: the shape of the cluster and the requests, drawn before anything runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from decode.core import DecodeLimits
+from model.sampling import SamplingParams
+from model.ticket import Ticket
+from prefill.core import PrefillLimits
+from sim.compute import PAGE_TOKENS, VOCABULARY
+
+CONTEXT_TOKENS = 48
+_TENANTS = ("ant", "bee")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a simulated cluster. `layout` is a place in `small_layouts()`."""
+
+    layout: int
+    prefills: int
+    decodes: int
+    prefill_slots: int
+    decode_slots: int
+    scrub: bool
+    prefill_limits: PrefillLimits
+    decode_limits: DecodeLimits
+    max_copy_delay_ms: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One request before it is sent. `number` is its name in a run; `decode` the worker that it goes to."""
+
+    number: int
+    at_ms: int
+    decode: int
+    ticket: Ticket
+    deadline_ms: int
+    cancel_after_ms: int
+
+
+def draw_shape(seed: int) -> Shape:
+    rng = random.Random(f"{seed}/shape")
+    return Shape(
+        layout=rng.randrange(3),
+        prefills=rng.choice((1, 2, 2)),
+        decodes=rng.choice((1, 1, 2)),
+        prefill_slots=rng.randrange(12, 33),
+        decode_slots=rng.randrange(12, 29),
+        scrub=rng.random() < 0.5,
+        prefill_limits=PrefillLimits(
+            chunk_tokens=rng.choice((3, 4, 8, 16)),
+            max_running=rng.choice((1, 2, 4)),
+            max_leases=rng.choice((4, 32)),
+            lease_ms=rng.choice((40, 120, 400)),
+            context_tokens=CONTEXT_TOKENS,
+        ),
+        decode_limits=DecodeLimits(
+            max_running=rng.choice((2, 4, 8)), max_preemptions=rng.choice((0, 2, 4)), context_tokens=CONTEXT_TOKENS
+        ),
+        max_copy_delay_ms=rng.choice((5, 40, 120)),
+    )
+
+
+def draw_wishes(seed: int, shape: Shape) -> list[Wish]:
+    """Prompts share stems, so that pages are shared; some are repeated as a whole."""
+    rng = random.Random(f"{seed}/wishes")
+    stems = [_tokens(rng, PAGE_TOKENS * rng.randrange(1, 6)) for _ in range(2)]
+    wishes: list[Wish] = []
+    at_ms = 0
+    for number in range(rng.randrange(4, 21)):
+        at_ms += rng.choice((0, 0, 1, 5, 30))
+        prompt = rng.choice(stems)[: rng.randrange(21)] + _tokens(rng, rng.randrange(1, 12))
+        if wishes and rng.random() < 0.15:
+            prompt = rng.choice(wishes).ticket.token_ids
+        sampling = SamplingParams(max_tokens=rng.choice((1, 2, 5, 9, 14)), ignore_eos=rng.random() < 0.3)
+        ticket = Ticket(rng.randbytes(16), rng.choice(_TENANTS), prompt, sampling, "sim", "sim")
+        wishes.append(Wish(number, at_ms, rng.randrange(shape.decodes), ticket, 5000, rng.randrange(120)))
+    return wishes
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, VOCABULARY) for _ in range(count))

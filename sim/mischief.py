@@ -1,0 +1,169 @@
+"""Faults that strike the cluster by themselves: crashes, partitions, pressure, rot, rude calls. Driven by a timer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstore.errors import GenlockError, NotFound, Unavailable
+from kvstore.ids import PageRef
+from kvstore.lifecycle import SlotState
+from kvstore.registry import IncarnationRegistry
+from sim.decode_side import DecodeWorker
+from sim.prefill_side import PrefillWorker
+from sim.worker import Worker
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+PERIOD_MS = 10
+RESTART_MS = 15
+HOG = 1 << 40  # owner numbers that no request has
+STRANGER = HOG + 1
+_BookCall = Callable[[tuple[PageRef, ...]], None]
+
+
+class Mischief:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._dice = world.dice
+        self._rng = world.dice.stream("mischief")
+        self._hogs: list[tuple[Worker, int, tuple[PageRef, ...]]] = []
+        self._restarts: list[Worker] = []
+        if world.dice.faults.armed:
+            world.heap.after(PERIOD_MS, "mischief", self._turn)
+
+    def stop(self) -> None:
+        """Faults are over: what was taken is given back, the dead come back."""
+        self._dice.over = True
+        self._world.partition = ("", "", 0)
+        for hog in list(self._hogs):
+            self._give_back(hog)
+        for worker in self._restarts:
+            worker.start()
+        self._restarts = []
+
+    def recycle_source(self, prefill: PrefillWorker) -> None:
+        """While a page is half copied: its leases end and somebody else writes over what is free."""
+        self._expire(prefill)
+        guard = prefill.guard
+        prefill.core.evict_all()
+        refs = guard.allocate(HOG, guard.free_pages)
+        for ref in refs:
+            guard.rot(ref.page_id, 140 + self._rng.randrange(40), 3)
+        guard.retire(refs, HOG)
+
+    def _expire(self, prefill: PrefillWorker) -> None:
+        """The worker's clock runs ahead for a moment."""
+        prefill.skew_ms += 1000
+        prefill.tick()
+
+    def _turn(self) -> None:
+        if self._dice.over:
+            return
+        world, dice, rng = self._world, self._dice, self._rng
+        if dice.hit("prefill_crash"):
+            self._crash(rng.choice(world.prefills))
+        if dice.hit("decode_crash"):
+            self._crash(rng.choice(world.decodes))
+        if dice.hit("partition"):
+            pair = (rng.choice(world.prefills).name, rng.choice(world.decodes).name)
+            world.partition = (*pair, world.heap.now_ms + rng.randrange(10, 150))
+        if dice.hit("registry_loss"):
+            self._forget(rng.choice(world.decodes))
+        if dice.hit("gateway_death"):
+            for request in world.requests:
+                world.leave(request)
+        if dice.hit("pool_pressure"):
+            self._hog(rng.choice(world.workers))
+        if dice.hit("cache_rot"):
+            self._rot(rng.choice(world.prefills))
+        if dice.hit("unknown_command"):
+            self._unknown(rng.choice(world.prefills), rng.choice(world.decodes))
+        if dice.hit("rude_call"):
+            self._rude(rng.choice(world.workers))
+        world.heap.after(PERIOD_MS, "mischief", self._turn)
+
+    def _crash(self, worker: Worker) -> None:
+        if not worker.alive:
+            return
+        world = self._world
+        worker.die()
+        self._hogs = [h for h in self._hogs if h[0] is not worker]
+        if isinstance(worker, PrefillWorker):
+            world.net.prefill_lost(worker)
+        elif isinstance(worker, DecodeWorker):
+            world.net.decode_lost(worker)
+            for request in worker.requests.values():
+                world.on_end(request, Unavailable("decode_lost", "the decode worker died"))
+        self._restarts.append(worker)
+        world.heap.after(RESTART_MS, "restart", self._restart, worker)
+
+    def _restart(self, worker: Worker) -> None:
+        if worker in self._restarts:
+            self._restarts.remove(worker)
+            worker.start()
+
+    def _forget(self, decode: DecodeWorker) -> None:
+        """The registry comes back empty; what was dead is not known to be dead any more."""
+        decode.registry = IncarnationRegistry()
+        decode.peers._registry = decode.registry
+
+    def _hog(self, worker: Worker) -> None:
+        if not worker.alive or not worker.guard.free_pages:
+            return
+        refs = worker.guard.allocate(HOG, self._rng.randrange(1, worker.guard.free_pages + 1))
+        hog = (worker, worker.life, refs)
+        self._hogs.append(hog)
+        worker.later(self._rng.randrange(5, 60), "hog-leaves", self._give_back, hog)
+
+    def _give_back(self, hog: tuple[Worker, int, tuple[PageRef, ...]]) -> None:
+        if hog in self._hogs:
+            self._hogs.remove(hog)
+            hog[0].guard.retire(hog[2], HOG)
+            hog[0].steps.kick()
+
+    def _rot(self, prefill: PrefillWorker) -> None:
+        """A bit flips in a cached page that nobody computes from at the moment."""
+        if not prefill.alive:
+            return
+        guard = prefill.guard
+        idle = [ref for ref in guard.ledger if guard.is_live(ref) and not guard.book_slot(ref.page_id).shares]
+        if idle:
+            guard.rot(self._rng.choice(idle).page_id, self._rng.randrange(192), self._rng.randrange(8))
+
+    def _unknown(self, prefill: PrefillWorker, decode: DecodeWorker) -> None:
+        """Commands for things that nobody knows; they must change nothing."""
+        if prefill.alive:
+            with contextlib.suppress(NotFound):
+                prefill.core.renew(self._rng.randbytes(16), prefill.now)
+            with contextlib.suppress(NotFound):
+                prefill.core.release(self._rng.randbytes(16))
+            prefill.core.cancel(1 << 30)
+        if decode.alive:
+            decode.on_cancel(1 << 30)
+
+    def _rude(self, worker: Worker) -> None:
+        """A call of the book that its state does not allow: refused, and nothing changes."""
+        if not worker.alive:
+            return
+        guard, rng = worker.guard, self._rng
+        page_id = rng.randrange(guard.slots)
+        slot = guard.book_slot(page_id)
+        ref = PageRef(page_id, guard._book.live_tag(page_id))
+
+        def _retire(refs: tuple[PageRef, ...]) -> None:
+            guard.retire(refs, STRANGER)
+
+        refused: dict[SlotState, tuple[_BookCall, ...]] = {
+            SlotState.FREE: (guard.share, guard.lease, guard.hold, guard.unshare, guard.release, guard.prove, _retire),
+            SlotState.OPEN: (guard.share, guard.lease, guard.unshare, guard.release, _retire),
+            SlotState.SEALED: (_retire, lambda refs: guard.prepare_landing(refs, slot.owner)),
+            SlotState.QUARANTINED: (guard.share, guard.lease, guard.hold, _retire),
+        }
+        try:
+            rng.choice(refused[slot.state])((ref,))
+        except GenlockError:
+            return
+        self._world.laws.broken("refusal_changed_state", f"{worker.name}: a rude call was allowed")

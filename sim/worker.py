@@ -1,0 +1,95 @@
+"""What both simulated workers share: lives under one name, a clock of their own, a tick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstore.guard import Published
+from kvstore.ids import draw_incarnation
+from kvstore.layout import PageLayout
+from kvstore.step import StepPlan
+from kvstore.transfer.memory import MemoryEngine
+from sim.compute import Compute, SimToken
+from sim.steps import StepDriver
+from sim.watch import WatchedGuard
+
+if TYPE_CHECKING:
+    from sim.world import World
+
+TICK_MS = 25
+
+
+class Worker:
+    """`life` counts restarts; an event that was scheduled for a former life is dropped."""
+
+    role = ""
+    compute: Compute
+    steps: StepDriver
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.life = 0
+        self.alive = False
+        self.skew_ms = 0
+        if world.dice.hit("clock_skew"):
+            self.skew_ms = world.dice.stream("clock_skew/by").randrange(60_000)
+
+    @property
+    def now(self) -> int:
+        """The worker's own clock."""
+        return self.world.heap.now_ms + self.skew_ms
+
+    @property
+    def working(self) -> bool:
+        """Whether something here still waits for time to pass."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def turn(self) -> StepPlan | None:
+        raise NotImplementedError
+
+    def apply(self, plan: StepPlan, published: Sequence[Published[SimToken]]) -> None:
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        raise NotImplementedError
+
+    def busy(self, page_id: int) -> bool:
+        """Whether a step or a copy may still write the slot."""
+        return page_id in self.steps.writing
+
+    def begin_life(self, layout: PageLayout, slots: int) -> None:
+        world = self.world
+        self.life += 1
+        self.alive = True
+        self.engine = MemoryEngine(world.fabric, self.name)
+        incarnation = draw_incarnation(world.dice.stream("incarnations").randbytes)
+        self.guard = WatchedGuard(
+            layout, slots, self.engine, incarnation, world.kit.digester, checks=world.checks, scrub=world.shape.scrub
+        )
+        self.guard.watch(world.laws, world.tally, self.busy)
+
+    def die(self) -> None:
+        """The process is gone, its memory with it."""
+        self.alive = False
+        self.engine.close()
+
+    def later(self, delay_ms: int, name: str, call: Callable[..., None], *args: Any) -> None:
+        self.world.heap.after(delay_ms, name, self._run, self.life, call, args)
+
+    def schedule_tick(self) -> None:
+        self.later(TICK_MS, "tick", self._tick)
+
+    def _run(self, life: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.alive and life == self.life:
+            call(*args)
+
+    def _tick(self) -> None:
+        if self.world.dice.hit("clock_jump"):
+            self.skew_ms += self.world.dice.stream("clock_jump/by").choice((-300, 200, 1000))
+        self.tick()
+        self.schedule_tick()

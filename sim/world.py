@@ -1,0 +1,327 @@
+"""One simulated run: the cluster, its callers, the faults and the laws, all decided by one seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from decode.core import DecodeLimits
+from kvstore.checks import Checks
+from kvstore.descriptor import PageDescriptor
+from kvstore.digest import Digester
+from kvstore.errors import GenlockError, NoCapacity, Unavailable
+from kvstore.keys import PrefixIdentity, PrefixKeyer
+from kvstore.layout import PageLayout
+from kvstore.receipt import ExpectedPages
+from kvstore.receive import PageOrder
+from kvstore.transfer.base import PagePair, Peer
+from kvstore.transfer.faults import BitFlip, Ending, FaultHooks, TransferFaults, TransferInfo
+from kvstore.transfer.memory import MemoryTransfer
+from model.ticket import Ticket
+from sim import audit
+from sim.compute import Oracle, small_layouts
+from sim.decode_side import Copy, DecodeWorker
+from sim.events import Heap
+from sim.faults import Dice, Faults
+from sim.laws import LAWS, Broken, Laws, Violation
+from sim.load import Shape, Wish, draw_shape, draw_wishes
+from sim.mischief import Mischief
+from sim.net import Call, Net
+from sim.prefill_side import PrefillWorker
+from sim.watch import Tally, WatchedFabric
+from sim.worker import Worker
+
+SECRET = b"the simulator's own secret"
+CALM_AFTER_MS = 150  # faults stop so long after the last request
+LIMIT_MS = 40_000
+HEAVY_EVERY = 32
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What all runs of a process share; immutable."""
+
+    layouts: tuple[PageLayout, ...]
+    digester: Digester
+
+
+def make_kit() -> Kit:
+    layouts = small_layouts()
+    return Kit(layouts, Digester(SECRET, layouts[0].slot_bytes))
+
+
+@dataclass
+class Request:
+    """A request as its caller sees it."""
+
+    number: int
+    ticket: Ticket
+    deadline_ms: int
+    oracle: Oracle
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    error: GenlockError | None = None
+    at_decode: tuple[DecodeWorker, int, int] | None = None
+
+
+class World:
+    """Built from a seed, a fault record and a check record; `run` plays it to its end."""
+
+    def __init__(
+        self,
+        seed: int,
+        kit: Kit,
+        faults: Faults,
+        checks: Checks,
+        *,
+        laws: frozenset[str] = frozenset(LAWS),
+        only: Collection[int] | None = None,
+        heavy_every: int = HEAVY_EVERY,
+    ) -> None:
+        self.seed, self.kit, self.checks = seed, kit, checks
+        self.heap = Heap()
+        self.dice = Dice(seed, faults)
+        self.laws = Laws(laws)
+        self.tally = Tally()
+        self.shape: Shape = draw_shape(seed)
+        layout = kit.layouts[self.shape.layout]
+        # The same identity everywhere: a worker with another layout then differs in nothing but its layout.
+        self.keyer = PrefixKeyer(SECRET, PrefixIdentity("sim", "sim", layout.fingerprint))
+        self.fabric = WatchedFabric(self._copy_ended)
+        self.fabric.plan = self._plan_copy
+        self.fabric.hooks = FaultHooks(between_halves=self._between_halves)
+        self.last_ending = Ending.HONEST
+        self.starting: tuple[PrefillWorker, DecodeWorker] | None = None
+        self.net = Net(self)
+        self.partition: tuple[str, str, int] = ("", "", 0)
+        self.requests: list[Request] = []
+        self._oracles: dict[tuple[int, ...], Oracle] = {}
+        self._heavy_every = heavy_every
+        self.prefills = [PrefillWorker(self, i, self.shape.prefill_limits) for i in range(self.shape.prefills)]
+        self.decodes = [DecodeWorker(self, i, self._decode_limits()) for i in range(self.shape.decodes)]
+        self.mischief = Mischief(self)
+        wishes = [w for w in draw_wishes(seed, self.shape) if only is None or w.number in only]
+        self._left = len(wishes)
+        for wish in wishes:
+            self.heap.after(wish.at_ms, "ask", self._ask, wish)
+        self.calm_ms = (wishes[-1].at_ms if wishes else 0) + CALM_AFTER_MS
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.prefills, *self.decodes]
+
+    def _decode_limits(self) -> DecodeLimits:
+        return self.shape.decode_limits
+
+    def prefill_layout(self, index: int) -> PageLayout:
+        """The last prefill worker may have another layout of the same size."""
+        place = self.shape.layout
+        if index and self.dice.faults.layout_differs > 0:
+            self.dice.injected["layout_differs"] += 1
+            place += 1
+        return self.kit.layouts[place % len(self.kit.layouts)]
+
+    def oracle(self, tokens: Sequence[int]) -> Oracle:
+        key = tuple(tokens)
+        found = self._oracles.get(key)
+        if found is None:
+            found = self._oracles[key] = Oracle(key)
+        return found
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> list[Violation]:
+        """Plays all events. Returns the broken law, if any."""
+        try:
+            self._play()
+            audit.settle(self)
+        except Broken as broken:
+            return [Violation(broken.law, broken.detail, self.heap.now_ms, self.heap.events)]
+        except Exception as surprise:
+            # Whatever else escapes an event is a fault of the product (or of the simulator), never a verdict.
+            reason = getattr(surprise, "reason", str(surprise))
+            detail = f"{type(surprise).__name__}: {reason}{_place(surprise)}"
+            return [Violation("crash", detail, self.heap.now_ms, self.heap.events)]
+        return []
+
+    def _play(self) -> None:
+        heap, heavy = self.heap, self._heavy_every
+        while not self.finished():
+            name = heap.run_next()
+            if name != "tick":
+                audit.light(self)
+            if heap.events % heavy == 0:
+                audit.heavy(self)
+            if not self.dice.over and heap.now_ms >= self.calm_ms:
+                self.mischief.stop()
+            if heap.now_ms > LIMIT_MS:
+                waiting = [r.number for r in self.requests if not r.ended]
+                self.laws.broken("never_ended", f"requests {waiting or 'none'}, workers still at work")
+                return
+
+    def finished(self) -> bool:
+        if self._left or not self.dice.over or not all(r.ended for r in self.requests):
+            return not len(self.heap)
+        return not any(w.working for w in self.workers if w.alive) and not self.net.open
+
+    # --- callers ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, wish: Wish) -> None:
+        self._left -= 1
+        ticket, deadline_ms = wish.ticket, wish.deadline_ms
+        if self.dice.hit("short_deadline"):
+            deadline_ms = self.dice.stream("short_deadline/by").randrange(5, 80)
+        self._send(wish, ticket, deadline_ms)
+        if self.dice.hit("client_repeat"):  # the same request again while the first is on its way
+            self._send(wish, replace(ticket, ticket_id=self.dice.stream("ids").randbytes(16)), deadline_ms)
+
+    def _send(self, wish: Wish, ticket: Ticket, deadline_ms: int) -> None:
+        request = Request(len(self.requests), ticket, deadline_ms, self.oracle(ticket.token_ids))
+        self.requests.append(request)
+        decode = self.decodes[wish.decode]
+        self.heap.after(1, "submit", self._submit, request, decode, decode.life)
+        if self.dice.hit("client_cancel"):
+            for _ in range(2 if self.dice.hit("cancel_twice") else 1):
+                self.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
+
+    def _submit(self, request: Request, decode: DecodeWorker, life: int) -> None:
+        if decode.alive and decode.life == life:
+            decode.on_submit(request)
+        else:
+            self.on_end(request, Unavailable("decode_unreachable", "nobody answers"))
+
+    def leave(self, request: Request) -> None:
+        """The caller goes away."""
+        if request.at_decode is not None and not request.ended:
+            decode, _, number = request.at_decode
+            decode.later(0, "cancel", decode.on_cancel, number)
+
+    def on_token(self, request: Request, token: int) -> None:
+        laws, index = self.laws, len(request.tokens)
+        laws.require(not request.ended, "token_after_end", f"request {request.number}")
+        request.tokens.append(token)
+        self.heap.note(f"{request.number}:{token}")
+        wanted = request.oracle.answer(index)
+        if token != wanted:
+            laws.broken("wrong_token", f"request {request.number} token {index}: {token}, the oracle says {wanted}")
+
+    def on_end(self, request: Request, error: GenlockError | None) -> None:
+        self.laws.require(not request.ended, "ended_twice", f"request {request.number}")
+        request.ended, request.error = True, error
+        self.heap.note(f"{request.number}:{error.reason if error else 'ok'}")
+        # A caller that went away, or a pool that is too small, needs no fault.
+        if error is not None and not self.dice.faults.armed and not isinstance(error, NoCapacity):
+            self.laws.broken("failed_without_fault", f"request {request.number}: {error.reason}")
+
+    def choose_prefill(self) -> PrefillWorker:
+        return self.dice.stream("router").choice(self.prefills)
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def blocked_ms(self, call: Call) -> int:
+        one, other, until_ms = self.partition
+        cut = (one, other) == (call.prefill.name, call.decode.name)
+        return max(0, until_ms - self.heap.now_ms) if cut else 0
+
+    def _plan_copy(self, info: TransferInfo) -> TransferFaults:
+        """The faults of one copy; at most one kind, and a delay."""
+        dice, rng = self.dice, self.dice.stream("copies")
+        delay_ms = rng.randrange(3)
+        if dice.hit("slow_copy"):
+            delay_ms = rng.randrange(1, self.shape.max_copy_delay_ms + 1)
+        made = self._kind_of_fault(info)
+        self.last_ending = made.ending
+        assert self.starting is not None
+        prefill, decode = self.starting
+        one, other, until_ms = self.partition
+        if (one, other) == (prefill.name, decode.name):
+            delay_ms = max(delay_ms, until_ms - self.heap.now_ms)
+        return replace(
+            made, delay_ms=delay_ms + (rng.randrange(1, 40) if made.ending is not Ending.HONEST else 0),
+            wrap_out_of_range=self.dice.hit("wrap_out_of_range"), follow_restart=self.dice.hit("follow_restart"),
+        )  # fmt: skip
+
+    def _kind_of_fault(self, info: TransferInfo) -> TransferFaults:
+        dice, rng, pages = self.dice, self.dice.stream("copies/how"), info.pages
+        one, other = rng.randrange(pages), rng.randrange(pages)
+        byte, bit = rng.randrange(info.source.slot_bytes), rng.randrange(8)
+        for site, ending in (
+            ("copy_dropped", Ending.DROP), ("early_notice", Ending.EARLY_NOTICE), ("late_bytes", Ending.LATE),
+            ("error_rest_lands", Ending.ERROR_REST_LANDS), ("connection_lost", Ending.PEER_LOSS),
+        ):  # fmt: skip
+            if dice.hit(site):
+                return TransferFaults(ending=ending, landed_pages=one)
+        if dice.hit("short_page"):
+            return TransferFaults(short_tail_bytes=byte + 1, short_page=one)
+        if dice.hit("torn_page"):
+            return TransferFaults(torn_page=one)
+        if dice.hit("reverse_order"):
+            return TransferFaults(reverse_order=True)
+        if pages > 1 and dice.hit("duplicate_page"):
+            return TransferFaults(duplicate=(one, other))
+        if pages > 1 and dice.hit("swapped_pages"):
+            return TransferFaults(swap=(one, other))
+        if dice.hit("bit_flip"):
+            return TransferFaults(bit_flips=(BitFlip(one, byte, bit),))
+        return TransferFaults()
+
+    def land(self) -> None:
+        self.fabric.pump(self.heap.now_ms)
+
+    def _copy_of(self, transfer: MemoryTransfer) -> Copy | None:
+        copies = (c for d in self.decodes for c in d.copies)
+        return next((c for c in copies if c.pull.transfer is transfer), None)
+
+    def _copy_ended(self, transfer: MemoryTransfer) -> None:
+        copy = self._copy_of(transfer)
+        if copy is not None:
+            guard = copy.attempt.prefill.guard
+            copy.source_live = all(guard.is_live(o.desc.ref) for o in copy.pull.orders)
+
+    def _between_halves(self, pair: PagePair) -> None:
+        transfer = self.fabric.landing
+        copy = self._copy_of(transfer) if transfer is not None else None
+        if copy is not None:
+            self.mischief.recycle_source(copy.attempt.prefill)
+
+    def judge_begun(self, peer: Peer, orders: Sequence[PageOrder], expected: ExpectedPages) -> None:
+        """A copy began: each descriptor is the one of its place, generation and digest apart."""
+        guard = next((p.guard for p in self.prefills if p.guard.incarnation == peer.export.incarnation), None)
+        for order in orders:
+            desc, made = order.desc, None
+            if guard is not None and 0 <= desc.ref.page_id < guard.slots:
+                made = PageDescriptor(
+                    desc.ref, desc.logical_index, desc.logical_index * expected.page_tokens,
+                    expected.valid_rows(desc.logical_index), guard.layout.slot_bytes,
+                    self.kit.layouts[self.shape.layout].fingerprint, expected.keys[desc.logical_index], desc.digest,
+                )  # fmt: skip
+            own = guard is None or desc.ref.tag.incarnation == guard.incarnation
+            if guard is not None and (made != desc or not own):
+                self.laws.broken("forged_descriptor", f"page {desc.ref.page_id} for place {desc.logical_index}")
+
+    def judge_adopted(self, copy: Copy) -> None:
+        """Pages were adopted: they hold the request's KV, and their sources were live until they landed."""
+        attempt = copy.attempt
+        decode = attempt.decode
+        if copy.source_live is False:
+            self.laws.broken("adopted_stale", f"{decode.name} request {attempt.request_no}")
+        oracle = self.oracle(attempt.start.ticket.token_ids)
+        for order in copy.pull.orders:
+            start = order.desc.logical_index * copy.pull.expected.page_tokens
+            rows = copy.pull.expected.valid_rows(order.desc.logical_index)
+            held = decode.compute.kv_of_page(decode.guard.bytes_of(order.local.page_id), rows)
+            if held != oracle.kv(start, start + rows):
+                self.laws.broken("adopted_wrong_bytes", f"{decode.name} request {attempt.request_no}")
+
+    def facts(self) -> Counter[str]:
+        """How the requests ended."""
+        return Counter(r.error.reason if r.error else "ok" for r in self.requests if r.ended)
+
+
+def _place(surprise: BaseException) -> str:
+    """Where an exception was raised: file and line of the innermost frame."""
+    at = surprise.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return "" if at is None else f" ({at.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{at.tb_lineno})"
