@@ -232,6 +232,8 @@ def _file_values(text: str | None, name: str) -> dict[str, object]:
         return {}
     out: dict[str, object] = {}
     for section, fields_ in tree.items() if isinstance(tree, dict) else ((str(tree)[:40], None),):
+        if fields_ is None and isinstance(tree, dict):
+            continue  # a section whose fields are all remarks
         if not isinstance(fields_, dict):
             raise InvalidInput(
                 "bad_config_file",

@@ -55,9 +55,9 @@ def show(status: operator_pb2.GetStatusResponse) -> None:
     out.print(render.table("", WORKER_COLUMNS, [worker_row(entry) for entry in status.workers]))
     checks = verification(status)
     if checks:
-        rows = [(name, *counts) for name, counts in sorted(checks.items())]
         out.print()
-        out.print(render.table("Checks of pages", ("check", "passed", "failed"), rows))
+        rows = [(name, *counts) for name, counts in sorted(checks.items())]
+        out.print(render.table("Checks of pages, and what happened to pages", ("what", "count", "failed"), rows))
     if status.outcomes:
         out.print()
         out.print(render.table("Requests", ("outcome", "count"), sorted(status.outcomes.items())))
@@ -77,11 +77,16 @@ def worker_row(entry: operator_pb2.WorkerEntry) -> tuple[object, ...]:
 
 
 def verification(status: operator_pb2.GetStatusResponse) -> dict[str, tuple[int, int]]:
-    """Check -> (passed, failed), over all workers."""
+    """What -> (how often, how often it failed), over all workers.
+
+    Workers count `check/ok` and `check/<reason>` on receipt, and on reads and writes `refused_<reason>` beside the
+    number of checks made.
+    """
     out: dict[str, tuple[int, int]] = {}
     for entry in status.workers:
         for key, count in entry.status.verification.items():
             name, _, result = key.partition("/")
-            passed, failed = out.get(name, (0, 0))
-            out[name] = (passed + count, failed) if result == "ok" else (passed, failed + count)
+            failed = count if result not in ("", "ok") or name.startswith("refused_") else 0
+            before = out.get(name, (0, 0))
+            out[name] = (before[0] + count, before[1] + failed)
     return out

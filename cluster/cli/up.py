@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def command(
     """Starts workers and a gateway on this machine and serves until Ctrl-C. The endpoint is printed to stdout."""
     flags: dict[str, object] = {**cluster_flags(prefill, decode, model, engine), "api.host": host, "api.port": port}
     config = load_settings(config_file, assignments, flags).config
-    return asyncio.run(serve(config, in_process=in_process))
+    return asyncio.run(serve(lambda report: make_cluster(config, report, in_process=in_process)))
 
 
 def cluster_flags(prefill: int | None, decode: int | None, model: str | None, engine: str | None) -> dict[str, object]:
@@ -71,8 +71,8 @@ def make_cluster(config: Config, report: Callable[[str], None], *, in_process: b
     return Cluster(config, launcher, load_served, seams=Seams(authenticator=_authenticator(config)), report=report)
 
 
-async def serve(config: Config, *, in_process: bool) -> int:
-    """Runs the cluster until a signal. Returns the exit code."""
+async def serve(make: Callable[[Callable[[str], None]], Cluster]) -> int:
+    """Runs the cluster that `make(report)` gives until a signal. Returns the exit code."""
     from cluster.cli import render
 
     console = render.stderr()
@@ -83,7 +83,7 @@ async def serve(config: Config, *, in_process: bool) -> int:
             console.print(text, markup=False)
             spinner.update(f"Starting: {text}")
 
-        cluster = make_cluster(config, report, in_process=in_process)
+        cluster = make(report)
         starting = asyncio.create_task(cluster.start())
         if not await asked.or_done(starting):
             spinner.update("Stopping before everything was up…")
@@ -117,7 +117,7 @@ class _Signals:
         self._count = 0
 
     @contextlib.contextmanager
-    def installed(self):  # type: ignore[no-untyped-def]  # a generator behind contextmanager
+    def installed(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._heard)

@@ -49,7 +49,7 @@ def test_toml_is_read_too():
     assert load(file_text="[cache]\nscrub = true\n", file_name="x.toml").config.cache.scrub is True
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n"])
+@pytest.mark.parametrize("text", ["", "# nothing\n", "cache:\n  # page_tokens: 64\n"])
 def test_an_empty_file_changes_nothing(text: str):
     assert load(file_text=text).config == Config()
 
