@@ -24,7 +24,6 @@ import numpy as np
 
 from kvstore.digest import Digester
 from kvstore.errors import TransferError
-from kvstore.layout import HEADER_BYTES
 from kvstore.transfer.base import PagePair, Peer, PoolExport, TransferState, tag_table_bytes
 from kvstore.transfer.common import I64, U8, slots_of, tags_of
 from kvstore.transfer.mooncake import MooncakeEngine
@@ -101,7 +100,7 @@ class _Receiver:
         tags_of(model, SLOTS)[:, 0] = INCARNATION
         self.model_SU8 = slots_of(model, SLOTS, page_bytes)
         self._tags_S2 = tags_of(model, SLOTS).copy()
-        self._digests = [self._digester.digest(slot_U8) for slot_U8 in self.model_SU8]
+        self._digests_S = np.array([self._digester.digest(slot_U8) for slot_U8 in self.model_SU8], np.uint64)
         self._bare = self._bare_shm(export) if name == "shm" else self._bare_mooncake(export)
 
     def verified(self, remote_n: I64, local_n: I64) -> None:
@@ -113,10 +112,9 @@ class _Receiver:
         sums_n2 = transfer.body_sums
         if sums_n2 is None:
             sums_n2 = self._digester.body_sums_many(self.slots_SU8, local_n)
-        for place, pair in enumerate(pairs):
-            header = self.slots_SU8[pair.local_page_id, :HEADER_BYTES].tobytes()
-            if self._digester.finish(sums_n2[place], header) != self._digests[pair.remote_page_id]:
-                raise TransferError("digest", f"page {pair.remote_page_id} is not what was sealed")
+        digests_n = self._digester.finish_many(sums_n2, self.slots_SU8, local_n)
+        if not np.array_equal(digests_n, self._digests_S[remote_n]):
+            raise TransferError("digest", "a page is not what was sealed")
         live_S2 = self.engine.read_tags(self.peer, TIMEOUT_MS)
         if not np.array_equal(live_S2[remote_n], self._tags_S2[remote_n]):
             raise TransferError("stale", "a page moved on while it was read")

@@ -10,6 +10,7 @@ Shape suffixes: S slots, n pages of one batch, U8 slot bytes.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import time
 from abc import abstractmethod
@@ -43,6 +44,7 @@ CLOSE_TIMEOUT_MS = 10_000
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
+Ids = tuple[int, ...]
 ClockMs = Callable[[], int]
 
 
@@ -86,48 +88,53 @@ def check_shape(slots: int, slot_bytes: int, prefix: str = "") -> None:
         )
 
 
-def split_pairs(pairs: Sequence[PagePair]) -> tuple[I64, I64]:
-    """Returns (remote ids, local ids), int64 [n] each. Raises InvalidInput for a batch that is no list of pairs."""
+def split_pairs(pairs: Sequence[PagePair]) -> tuple[Ids, Ids]:
+    """Returns (remote ids, local ids). Raises InvalidInput for a batch that is no list of pairs of integers.
+
+    Everything here and in the checks below runs in C over the whole batch: a line of Python per page would cost more
+    than copying a small one.
+    """
     if len(pairs) > MAX_PAGES_PER_TRANSFER:
         raise InvalidInput(
             "too_many_pages", f"{len(pairs)} pages, at most {MAX_PAGES_PER_TRANSFER} a transfer", field="pairs"
         )
+    if not pairs:
+        return (), ()
     try:
-        if not set(map(len, pairs)) <= {2}:
-            raise ValueError("an item is no pair")
-        # One pass in C: a Python loop here would cost more than copying a small page.
-        flat = np.fromiter(itertools.chain.from_iterable(pairs), dtype=np.int64, count=2 * len(pairs))
-    except (TypeError, ValueError, OverflowError) as error:
+        remote, local = zip(*pairs, strict=True)
+        return tuple(map(operator.index, remote)), tuple(map(operator.index, local))
+    except (TypeError, ValueError) as error:
         raise InvalidInput("bad_pairs", f"pairs must hold (remote, local) page ids: {error}", field="pairs") from error
-    ids_n2 = flat.reshape(-1, 2)
-    return np.ascontiguousarray(ids_n2[:, 0]), np.ascontiguousarray(ids_n2[:, 1])
 
 
-def check_ids(ids_n: I64, slots: int, field: str) -> None:
+def check_ids(ids: Ids, slots: int, field: str) -> None:
     """Raises InvalidInput naming `field` if an id lies outside 0..slots-1."""
-    if ids_n.size and (int(ids_n.min()) < 0 or int(ids_n.max()) >= slots):
-        bad = ids_n[(ids_n < 0) | (ids_n >= slots)]
-        raise InvalidInput("page_out_of_range", f"{field} {int(bad[0])} is not in 0..{slots - 1}", field=field)
+    if ids and (min(ids) < 0 or max(ids) >= slots):
+        bad = next(i for i in ids if not 0 <= i < slots)
+        raise InvalidInput("page_out_of_range", f"{field} {bad} is not in 0..{slots - 1}", field=field)
 
 
-def runs_of(remote_ids_n: I64, local_ids_n: I64, limit: int) -> list[tuple[int, int, int, int]]:
-    """Joins pages that are neighbours on both sides: [(first place, pages, remote id, local id)], pages <= `limit`."""
-    joined_n = (np.diff(remote_ids_n) == 1) & (np.diff(local_ids_n) == 1)
-    starts = [0, *(np.flatnonzero(~joined_n) + 1).tolist()]
-    ends = [*starts[1:], remote_ids_n.size]
-    remote, local = remote_ids_n.tolist(), local_ids_n.tolist()
-    return [
-        (first, min(limit, end - first), remote[first], local[first])
-        for start, end in zip(starts, ends, strict=True)
-        for first in range(start, end, limit)
-    ]
-
-
-def check_local_ids(local_ids_n: I64, slots: int) -> None:
+def check_local_ids(local_ids: Ids, slots: int) -> None:
     """Raises InvalidInput if a batch's target lies outside our pool or is named twice."""
-    check_ids(local_ids_n, slots, "local_page_id")
-    if len(set(local_ids_n.tolist())) != local_ids_n.size:
+    check_ids(local_ids, slots, "local_page_id")
+    if len(set(local_ids)) != len(local_ids):
         raise InvalidInput("slot_twice", "two pages of one batch name one local slot", field="local_page_id")
+
+
+def runs_of(remote_ids: Ids, local_ids: Ids, limit: int) -> list[tuple[int, int, int, int]]:
+    """Joins pages that are neighbours on both sides: [(first place, pages, remote id, local id)], pages <= `limit`."""
+    runs: list[tuple[int, int, int, int]] = []
+    first, count = 0, len(remote_ids)
+    for place in range(1, count + 1):
+        if (
+            place == count
+            or place - first == limit
+            or remote_ids[place] != remote_ids[place - 1] + 1
+            or local_ids[place] != local_ids[place - 1] + 1
+        ):
+            runs.append((first, place - first, remote_ids[first], local_ids[first]))
+            first = place
+    return runs
 
 
 class EndedTransfer(Transfer):
@@ -157,6 +164,7 @@ class PoolEngine(TransferEngine, Generic[S]):
         self._connect_timeout_ms = connect_timeout_ms
         self._lock = threading.RLock()
         self._buffer: U8 | None = None
+        self._slots_SU8: U8 | None = None
         self._slots = 0
         self._slot_bytes = 0
         self._published = False
@@ -180,7 +188,7 @@ class PoolEngine(TransferEngine, Generic[S]):
     def _detach(self, source: S) -> None: ...
 
     @abstractmethod
-    def _start(self, source: S, remote_ids_n: I64, local_ids_n: I64) -> Transfer:
+    def _start(self, source: S, remote_ids: Ids, local_ids: Ids) -> Transfer:
         """Starts a checked, non-empty batch."""
 
     @abstractmethod
@@ -193,9 +201,10 @@ class PoolEngine(TransferEngine, Generic[S]):
     @property
     def slots_SU8(self) -> U8:
         """uint8 [S, slot_bytes]: our own slots. Raises TransferError before `allocate` and after `close`."""
-        if self._buffer is None:
+        slots_SU8 = self._slots_SU8
+        if slots_SU8 is None:
             raise TransferError("no_local_pool", "the engine has no local pool")
-        return slots_of(self._buffer, self._slots, self._slot_bytes)
+        return slots_SU8
 
     def allocate(self, slots: int, slot_bytes: int) -> U8:
         check_shape(slots, slot_bytes)
@@ -210,6 +219,7 @@ class PoolEngine(TransferEngine, Generic[S]):
                     "no_memory", f"cannot allocate a pool of {slots} x {slot_bytes} bytes: {error}", field="slots"
                 ) from error
             self._buffer, self._slots, self._slot_bytes = buffer, slots, slot_bytes
+            self._slots_SU8 = slots_of(buffer, slots, slot_bytes)
             return buffer
 
     def publish(self, incarnation: int, layout: str) -> PoolExport:
@@ -251,12 +261,12 @@ class PoolEngine(TransferEngine, Generic[S]):
 
     def read_pages(self, peer: Peer, pairs: Sequence[PagePair]) -> Transfer:
         source = self._source(peer)
-        remote_ids_n, local_ids_n = split_pairs(pairs)
-        self._check_remote(peer, remote_ids_n)
-        check_local_ids(local_ids_n, self._slots)
-        if not remote_ids_n.size:
+        remote_ids, local_ids = split_pairs(pairs)
+        self._check_remote(peer, remote_ids)
+        check_local_ids(local_ids, self._slots)
+        if not remote_ids:
             return EndedTransfer()
-        return self._start(source, remote_ids_n, local_ids_n)
+        return self._start(source, remote_ids, local_ids)
 
     def read_tags(self, peer: Peer, timeout_ms: int) -> I64:
         # A copying engine ends `wait` by releasing this lock and `_source` takes it: on weakly ordered processors
@@ -281,10 +291,10 @@ class PoolEngine(TransferEngine, Generic[S]):
         self._tear_down()
         for source in peers:
             self._detach(source)
-        self._buffer = None
+        self._buffer = self._slots_SU8 = None
 
-    def _check_remote(self, peer: Peer, remote_ids_n: I64) -> None:
-        check_ids(remote_ids_n, peer.export.slots, "remote_page_id")
+    def _check_remote(self, peer: Peer, remote_ids: Ids) -> None:
+        check_ids(remote_ids, peer.export.slots, "remote_page_id")
 
     def _source(self, peer: Peer) -> S:
         with self._lock:

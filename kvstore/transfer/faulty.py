@@ -209,12 +209,12 @@ class FaultyEngine(TransferEngine):
                 "fault_not_possible", "a real engine follows restarts or not", field="faults.follow_restart"
             )
         self.inner.read_pages(peer, [])  # refuses a peer that is not connected
-        remote_ids_n, local_ids_n = split_pairs(pairs)
+        remote_ids, local_ids = split_pairs(pairs)
         if faults.wrap_out_of_range:
-            remote_ids_n = remote_ids_n % peer.export.slots
-        check_ids(remote_ids_n, peer.export.slots, "remote_page_id")
-        check_local_ids(local_ids_n, self.slots_SU8.shape[0])
-        return FaultyTransfer(self, peer, steps_of(faults, remote_ids_n.tolist(), local_ids_n.tolist()), faults)
+            remote_ids = tuple(i % peer.export.slots for i in remote_ids)
+        check_ids(remote_ids, peer.export.slots, "remote_page_id")
+        check_local_ids(local_ids, self.slots_SU8.shape[0])
+        return FaultyTransfer(self, peer, steps_of(faults, remote_ids, local_ids), faults)
 
     def read_tags(self, peer: Peer, timeout_ms: int) -> I64:
         self._require_reachable(peer)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.errors import InvalidInput, TransferError, Unavailable
 from kvstore.transfer.base import PagePair, Peer, PoolExport, Transfer, TransferState
-from kvstore.transfer.common import I64, U8, PoolEngine, check_ids, slots_of, tags_of
+from kvstore.transfer.common import I64, U8, Ids, PoolEngine, check_ids, slots_of, tags_of
 from kvstore.transfer.faults import (
     LANDS_LATER,
     Ending,
@@ -250,21 +250,21 @@ class MemoryEngine(PoolEngine[_Source]):
     def _detach(self, source: _Source) -> None:
         pass
 
-    def _check_remote(self, peer: Peer, remote_ids_n: I64) -> None:
+    def _check_remote(self, peer: Peer, remote_ids: Ids) -> None:
         """Left to `_start`: the transfer's faults may switch the check off."""
 
-    def _start(self, source: _Source, remote_ids_n: I64, local_ids_n: I64) -> Transfer:
+    def _start(self, source: _Source, remote_ids: Ids, local_ids: Ids) -> Transfer:
         fabric = self.fabric
         with fabric.lock:
             number = fabric.next_number()
-            faults = fabric.plan(TransferInfo(number, self._address, source.export, remote_ids_n.size))
+            faults = fabric.plan(TransferInfo(number, self._address, source.export, len(remote_ids)))
             if faults.wrap_out_of_range:
-                remote_ids_n = remote_ids_n % source.export.slots
-            check_ids(remote_ids_n, source.export.slots, "remote_page_id")
+                remote_ids = tuple(i % source.export.slots for i in remote_ids)
+            check_ids(remote_ids, source.export.slots, "remote_page_id")
             source.follows_restart |= faults.follow_restart
             if self.reach(source) is None:
                 raise TransferError("peer_gone", "the peer's pool is gone")
-            steps = steps_of(faults, remote_ids_n.tolist(), local_ids_n.tolist())
+            steps = steps_of(faults, remote_ids, local_ids)
             transfer = MemoryTransfer(self, source, steps, faults, number)
             fabric.enlist(transfer)
             return transfer

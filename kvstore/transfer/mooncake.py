@@ -42,6 +42,7 @@ from kvstore.transfer.common import (
     U8,
     U64,
     ClockMs,
+    Ids,
     PageDigester,
     PoolEngine,
     monotonic_ms,
@@ -373,15 +374,15 @@ class MooncakeEngine(PoolEngine[_Source]):
         elif self._protocol != "tcp":
             self.call(lambda library: library.unregister_memory(source.tags_buffer.ctypes.data))
 
-    def _start(self, source: _Source, remote_ids_n: I64, local_ids_n: I64) -> Transfer:
+    def _start(self, source: _Source, remote_ids: Ids, local_ids: Ids) -> Transfer:
         size, slots_SU8 = source.export.slot_bytes, self.slots_SU8
         local_base = slots_SU8.ctypes.data
         remote_base = source.address.base + tag_table_bytes(source.export.slots)
         descriptors = [
             Descriptor(local_base + local * size, remote_base + remote * size, pages * size, first, pages)
-            for first, pages, remote, local in runs_of(remote_ids_n, local_ids_n, max(1, MAX_DESCRIPTOR_BYTES // size))
+            for first, pages, remote, local in runs_of(remote_ids, local_ids, max(1, MAX_DESCRIPTOR_BYTES // size))
         ]
-        return MooncakeTransfer(self, source, descriptors, local_ids_n)
+        return MooncakeTransfer(self, source, descriptors, np.array(local_ids, np.int64))
 
     def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
         with source.tags_lock:

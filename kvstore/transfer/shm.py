@@ -24,7 +24,6 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -37,6 +36,7 @@ from kvstore.transfer.common import (
     U8,
     U64,
     ClockMs,
+    Ids,
     PageDigester,
     PoolEngine,
     monotonic_ms,
@@ -172,11 +172,11 @@ class _Source:
 class ShmTransfer(Transfer):
     """One batch, copied by the thread that waits. It has stopped as soon as `wait` returns."""
 
-    def __init__(self, engine: ShmEngine, source: _Source, remote_ids_n: I64, local_ids_n: I64) -> None:
+    def __init__(self, engine: ShmEngine, source: _Source, remote_ids: Ids, local_ids: Ids) -> None:
         self._engine = engine
         self._source = source
-        self._remote_ids_n = remote_ids_n
-        self._local_ids_n = local_ids_n
+        self._remote_ids = remote_ids
+        self._local_ids = local_ids
         self._waiting = threading.Lock()
         self._state = TransferState.RUNNING
         self._sums_n2: U64 | None = None
@@ -195,33 +195,34 @@ class ShmTransfer(Transfer):
         return self._state is not TransferState.RUNNING or self._engine.stopped
 
     def _copy(self, timeout_ms: int) -> TransferState:
+        local_SU8 = self._engine.begin_copy()
+        if local_SU8 is None:
+            return TransferState.FAILED
+        try:
+            return self._copy_chunks(local_SU8, self._engine.clock_ms() + timeout_ms if timeout_ms > 0 else -1)
+        finally:
+            self._engine.end_copy()
+
+    def _copy_chunks(self, local_SU8: U8, deadline_ms: int) -> TransferState:
         engine, source = self._engine, self._source
-        deadline_ms = engine.clock_ms() + timeout_ms
-        with engine.copying() as local_SU8:
-            if local_SU8 is None:
+        chunk = max(1, CHUNK_BYTES // local_SU8.shape[1])
+        sums: list[U64] = []
+        for first in range(0, len(self._remote_ids), chunk):
+            if engine.closing or not source.alive():
                 return TransferState.FAILED
-            count = self._remote_ids_n.size
-            chunk = max(1, CHUNK_BYTES // local_SU8.shape[1])
-            sums: list[U64] = []
-            for first in range(0, count, chunk):
-                if engine.closing or not source.alive():
-                    return TransferState.FAILED
-                if engine.clock_ms() > deadline_ms or timeout_ms <= 0:
-                    return TransferState.TIMED_OUT
-                remote_n, local_n = self._remote_ids_n[first : first + chunk], self._local_ids_n[first : first + chunk]
-                if engine.digester is not None:
-                    sums.append(engine.digester.copy_and_sum(source.pages_SU8, remote_n, local_SU8, local_n))
-                else:
-                    _gather(source.pages_SU8, remote_n, local_SU8, local_n)
-            if sums:
-                self._sums_n2 = sums[0] if len(sums) == 1 else np.concatenate(sums)
-            return TransferState.DONE
-
-
-def _gather(src_SU8: U8, src_ids_n: I64, dst_SU8: U8, dst_ids_n: I64) -> None:
-    """Copies pages, one run of neighbours a call. numpy lets other threads run during each copy."""
-    for _, pages, source, target in runs_of(src_ids_n, dst_ids_n, src_ids_n.size):
-        np.copyto(dst_SU8[target : target + pages], src_SU8[source : source + pages])
+            if engine.clock_ms() > deadline_ms:
+                return TransferState.TIMED_OUT
+            remote, local = self._remote_ids[first : first + chunk], self._local_ids[first : first + chunk]
+            if engine.digester is None:
+                # numpy lets other threads run during each copy.
+                for _, pages, page, target in runs_of(remote, local, chunk):
+                    np.copyto(local_SU8[target : target + pages], source.pages_SU8[page : page + pages])
+            else:
+                remote_n, local_n = np.array(remote, np.int64), np.array(local, np.int64)
+                sums.append(engine.digester.copy_and_sum(source.pages_SU8, remote_n, local_SU8, local_n))
+        if sums:
+            self._sums_n2 = sums[0] if len(sums) == 1 else np.concatenate(sums)
+        return TransferState.DONE
 
 
 class ShmEngine(PoolEngine[_Source]):
@@ -249,18 +250,18 @@ class ShmEngine(PoolEngine[_Source]):
         with self._lock:
             return self._closed and not self._copies
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[U8 | None]:
-        """Yields our slots uint8 [S, slot_bytes] and holds `close` back meanwhile; None when closed."""
+    def begin_copy(self) -> U8 | None:
+        """Our slots uint8 [S, slot_bytes]; holds `close` back until `end_copy`. None when closed."""
         with self._lock:
-            slots_SU8 = None if self._closed else self.slots_SU8
+            if self._closed:
+                return None
             self._copies += 1
-        try:
-            yield slots_SU8
-        finally:
-            with self._lock:
-                self._copies -= 1
-                self._idle.notify_all()
+            return self.slots_SU8
+
+    def end_copy(self) -> None:
+        with self._lock:
+            self._copies -= 1
+            self._idle.notify_all()
 
     def _map(self, nbytes: int) -> U8:
         total = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
@@ -312,8 +313,8 @@ class ShmEngine(PoolEngine[_Source]):
     def _detach(self, source: _Source) -> None:
         source.close()
 
-    def _start(self, source: _Source, remote_ids_n: I64, local_ids_n: I64) -> Transfer:
-        return ShmTransfer(self, source, remote_ids_n, local_ids_n)
+    def _start(self, source: _Source, remote_ids: Ids, local_ids: Ids) -> Transfer:
+        return ShmTransfer(self, source, remote_ids, local_ids)
 
     def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
         if not source.alive():

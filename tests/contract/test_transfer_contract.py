@@ -282,7 +282,8 @@ BAD_PAIRS = (
     (PagePair(0, 8), "local_page_id"),
     (PagePair(0, -1), "local_page_id"),
     (PagePair(0, 3), "local_page_id"),  # 3 is already a target of the batch
-    (PagePair(1 << 70, 0), "pairs"),
+    (PagePair(1 << 70, 0), "remote_page_id"),
+    (PagePair(0.5, 0), "pairs"),
     (PagePair("one", 0), "pairs"),
     ((1, 2, 3), "pairs"),
 )
