@@ -186,7 +186,12 @@ class InferenceService(services.InferenceServiceServicer):
         self._state.authenticator.caller(context.invocation_metadata() or ())
         check_model(request.model, self._state.limits)
         prompt = check_prompt(request, self._state.limits, self._state.config.api)
-        token_ids = await self._state.encoder.encode(prompt)
+        limit_ms = self._limit_ms(context)
+        try:
+            async with asyncio.timeout(limit_ms / 1000):
+                token_ids = await self._state.encoder.encode(prompt)
+        except TimeoutError as error:
+            raise DeadlineExceeded("deadline_exceeded", f"the text took longer than {limit_ms:.0f} ms") from error
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=self._state.limits.context_tokens)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:

@@ -54,7 +54,7 @@ class GatewayState:
         self.limits = ModelLimits(
             served.info.name, served.info.vocab_size, served.info.context_tokens, (config.model.name,)
         )
-        self.encoder = PromptEncoder(served.tokenizer)
+        self.encoder = PromptEncoder(served.tokenizer, max_waiting=config.api.max_requests)
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
         self.ledger = Ledger()

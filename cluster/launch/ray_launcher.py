@@ -82,6 +82,7 @@ class RayLauncher:
         self._started: dict[str, _Started] = {}
         self._folder: Path | None = None
         self._ray: Any = None
+        self._closed = False
 
     async def open(self, specs: list[WorkerSpec]) -> None:
         demand = sum(spec.config.workers.cpus for spec in specs)
@@ -109,7 +110,7 @@ class RayLauncher:
             if isinstance(exc, TimeoutError):
                 raise start_timeout(spec.worker_id, timeout_ms) from exc
             if isinstance(exc, self._ray.exceptions.RayError):
-                raise Unavailable("worker_died", f"{spec.worker_id} died at its start: {_first_line(exc)}") from exc
+                raise Unavailable("worker_died", f"{spec.worker_id} died at its start: {_cause(exc)}") from exc
             raise
         started.watch = asyncio.create_task(
             self._watch(spec.worker_id, started, on_lost), name=f"watch {spec.worker_id}"
@@ -134,6 +135,9 @@ class RayLauncher:
         await self._remove(worker_id)
 
     async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for started in self._started.values():
             self._unwatch(started)
         self._started.clear()
@@ -254,6 +258,14 @@ def _environment(values: tuple[tuple[str, str], ...]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _cause(exc: BaseException) -> str:
+    """Ray quotes the other process's traceback; its last line says what it was."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    if any("Traceback" in line or line.startswith('File "') for line in lines):
+        return lines[-1][:300]
+    return _first_line(exc)
 
 
 def _first_line(exc: BaseException) -> str:

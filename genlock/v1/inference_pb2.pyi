@@ -490,7 +490,9 @@ class Finished(_message.Message):
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     @_builtins.property
-    def verification(self) -> Global___Verification: ...
+    def verification(self) -> Global___Verification:
+        """Absent when a stop string ended the answer: decode is cancelled then and does not report."""
+
     def __init__(
         self,
         *,

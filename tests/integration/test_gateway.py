@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -651,3 +652,50 @@ async def test_a_taken_port_is_a_clear_error():
             await second.start()
         assert (caught.value.reason, caught.value.field) == ("port_taken", "api.port")
         await second.stop()
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Long texts wait until they are released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        if len(text) > 3000:
+            assert self.release.wait(10)
+        return super().encode(text[:10])
+
+
+async def test_a_long_text_is_tokenized_beside_the_others():
+    tokenizer = SlowTokenizer()
+    async with cluster(tokenizer=tokenizer, api__max_requests=3) as env:
+        slow = asyncio.create_task(read(env.stub.Generate(prompt("x" * 4000), timeout=10)))
+        await asyncio.sleep(0.05)
+        assert text_of(await read(env.stub.Generate(prompt("quick"), timeout=5))) == "quick"
+        assert not slow.done()
+        waiting = [asyncio.ensure_future(env.stub.Tokenize(pb.TokenizeRequest(text="y" * 4000))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await env.stub.Tokenize(pb.TokenizeRequest(text="y" * 4000), timeout=5)
+        assert from_rpc(caught.value).reason == "tokenizer_busy"
+        tokenizer.release.set()
+        assert text_of(await slow) == "x" * 10
+        assert [len((await call).token_ids) for call in waiting] == [10, 10]
+
+
+async def test_a_client_that_leaves_while_its_text_is_tokenized_is_cancelled():
+    tokenizer = SlowTokenizer()
+    async with cluster(tokenizer=tokenizer) as env:
+        call = env.stub.Generate(prompt("x" * 4000), timeout=10)
+        await asyncio.sleep(0.1)
+        call.cancel()
+        await idle(env)
+        tokenizer.release.set()
+        assert dict(env.state.outcomes) == {"cancelled": 1}
+        assert env.decode.seen == []
+        tokenizer.release.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await env.stub.Tokenize(pb.TokenizeRequest(text="y" * 4000), timeout=0.3)
+        assert type(from_rpc(caught.value)) is DeadlineExceeded
+        tokenizer.release.set()

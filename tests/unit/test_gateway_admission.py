@@ -1,0 +1,131 @@
+"""Admission's rules that need no server, seeds of several answers, and the tenants file."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from cluster.config import ApiConfig
+from cluster.gateway.admission import ModelLimits, check_request, choice_seed, fit_sampling
+from cluster.gateway.identity import Caller, SingleTenant, authenticator_from
+from genlock.v1 import inference_pb2 as pb
+from kvstore.errors import InvalidInput, Unauthenticated
+
+MODEL = ModelLimits("toy-1b", vocab_size=100, context_tokens=64, aliases=("toy",))
+API = ApiConfig(max_prompt_bytes=10)
+
+
+def draft(request: pb.GenerateRequest | None = None, **params: object):
+    request = request or pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(**params))
+    return check_request(request, MODEL, API)
+
+
+def test_defaults():
+    plain = draft()
+    sampling = fit_sampling(plain, 10, MODEL)
+    assert (sampling.temperature, sampling.top_p, sampling.logprobs, sampling.max_tokens) == (0.0, 1.0, -1, 54)
+    assert (plain.choices, plain.stream, plain.seed_given) == (1, True, False)
+    wide = ModelLimits("toy", 100, 4096)
+    assert fit_sampling(plain, 10, wide).max_tokens == 128
+
+
+def test_given_values_are_kept():
+    given = draft(
+        temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5, seed=0, max_tokens=9, min_tokens=2,
+        stop=["a", "b" * 256], stop_token_ids=[0, 99], ignore_eos=True, logprobs=0, n=8,
+    )  # fmt: skip
+    sampling = fit_sampling(given, 10, MODEL)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.25, 3, 0.125)
+    assert (sampling.repetition_penalty, sampling.seed, sampling.max_tokens, sampling.min_tokens) == (1.5, 0, 9, 2)
+    assert (sampling.stop, sampling.stop_token_ids) == (("a", "b" * 256), (0, 99))
+    assert (sampling.ignore_eos, sampling.logprobs, given.choices, given.seed_given) == (True, 0, 8, True)
+
+
+@pytest.mark.parametrize("name", ["", "toy", "toy-1b"])
+def test_the_model_may_be_named_either_way(name: str):
+    draft(pb.GenerateRequest(text="x", model=name))
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"), [("0123456789", True), ("0123456789x", False), ("☃☃☃", True), ("☃☃☃☃", False)]
+)
+def test_a_prompt_s_size_is_in_bytes(text: str, fits: bool):
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=part) for part in (text[:2], text[2:])])
+    for request in (pb.GenerateRequest(text=text), pb.GenerateRequest(chat=chat)):
+        if fits:
+            draft(request)
+        else:
+            with pytest.raises(InvalidInput) as caught:
+                draft(request)
+            assert caught.value.reason == "prompt_too_large"
+
+
+def test_the_last_token_id_of_the_vocabulary_is_fine():
+    ids = pb.TokenPrompt(token_ids=[0, 99])
+    assert draft(pb.GenerateRequest(tokens=ids)).prompt.token_ids == (0, 99)
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(InvalidInput) as caught:
+        fit_sampling(draft(), 0, MODEL)
+    assert (caught.value.reason, caught.value.field) == ("empty_prompt", "text")
+
+
+def test_seeds_of_answers_differ_and_repeat():
+    seeds = [choice_seed(7, index) for index in range(8)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 8
+    assert seeds == [choice_seed(7, index) for index in range(8)]
+    assert set(seeds[1:]).isdisjoint(choice_seed(8, index) for index in range(8))
+    assert all(0 <= choice_seed(2**64 - 1, index) < 2**64 for index in range(8))
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def test_a_token_names_its_tenant():
+    text = (
+        f"tenants: {{a: {{tokens_sha256: [{digest('t1')}, {digest('t2')}]}}, b: {{tokens_sha256: ['{digest('t3')}']}}}}"
+    )
+    known = authenticator_from(text, "t.yaml")
+    assert known.caller([("authorization", "Bearer t2"), ("x-tenant", "b")]) == Caller("a")
+    assert known.caller([("authorization", "bearer t3")]) == Caller("b")
+    for metadata in (
+        [],
+        [("authorization", "t1")],
+        [("authorization", "Basic t1")],
+        [("authorization", "Bearer ")],
+        [("authorization", "Bearer t4")],
+        [("authorization", "Bearer t1"), ("authorization", "Bearer t3")],
+        [("authorization", b"Bearer t1")],
+        [("authorization", "Bearer " + "x" * 5000)],
+    ):
+        with pytest.raises(Unauthenticated):
+            known.caller(metadata)
+
+
+def test_without_tenants_everybody_is_the_one():
+    assert SingleTenant().caller([("x-tenant", "victim"), ("authorization", "Bearer x")]) == Caller("default", True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a: [b",
+        "tenants: 3",
+        "tenants: {}",
+        "tenants: {a: {tokens_sha256: [secret]}}",
+        "tenants: {a: {tokens_sha256: []}}",
+        "tenants: {a: {token: x}}",
+        "tenants: {'a b': {tokens_sha256: ['" + "0" * 64 + "']}}",
+        "tenants: {a: {tokens_sha256: ['" + "0" * 64 + "']}, b: {tokens_sha256: ['" + "0" * 64 + "']}}",
+    ],
+)
+def test_a_broken_tenants_file_is_refused(text: str):
+    with pytest.raises(InvalidInput) as caught:
+        authenticator_from(text, "t.yaml")
+    assert caught.value.field == "api.tenants_file"
+    assert "secret" not in caught.value.message
