@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,15 @@ class DenseStep:
             outputs.append(mixed[0].transpose(0, 1))
             at += tokens
         return torch.cat(outputs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On a busy machine two threads that wait for each other at every small operation are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -149,12 +158,13 @@ def test_greedy_text_and_logits_equal_transformers(served: Served, reference: Ll
     answers = greedy(served.exact, served.prompts, NEW_TOKENS)
     for number, (prompt, answer) in enumerate(zip(served.prompts, answers, strict=True)):
         whole = prompt + answer[:-1]
+        compared = number < 4
         with torch.inference_mode():
-            theirs = reference(torch.tensor([whole])).logits[0]
-        if number < 6:
+            theirs = reference(torch.tensor([whole]), logits_to_keep=0 if compared else NEW_TOKENS).logits[0]
+        if compared:
             ours = step_of(served.exact, DenseStep(), {0: (0, whole)}, all_logits=True)
             torch.testing.assert_close(ours, theirs, atol=LOGIT_TOLERANCE, rtol=0)
-        tail = theirs[len(prompt) - 1 :]
+        tail = theirs[-NEW_TOKENS:]
         best = tail.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 2 * LOGIT_TOLERANCE, "a near-tie: choose another question"
         assert tail.argmax(-1).tolist() == answer
@@ -170,9 +180,9 @@ def test_it_knows_english(served: Served) -> None:
 
 
 def test_fp16_linears_against_fp32(served: Served) -> None:
-    """Stated bounds, over ten prompts' tokens: KL at most 2e-5 a token, the same best token at 99 % of them."""
+    """Stated bounds, over six prompts' tokens: KL at most 2e-5 a token, the same best token at 99 % of them."""
     half = LlamaModel(served.weights, name="smollm2", tokenizer_digest="", linears="fp16")
-    rows = {sequence: (0, prompt) for sequence, prompt in enumerate(served.prompts[:10])}
+    rows = {sequence: (0, prompt) for sequence, prompt in enumerate(served.prompts[:6])}
     a, b = (step_of(model, DenseStep(), rows, all_logits=True) for model in (served.exact, half))
     a_log, b_log = a.log_softmax(-1), b.log_softmax(-1)
     kl = (a_log.exp() * (a_log - b_log)).sum(-1).mean()
