@@ -16,19 +16,18 @@ import grpc
 
 from decode.core import StartHandoff
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
+from decode.peers import PeerTable
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput, PageFault, Unavailable
 from kvstore.guard import Guard
 from kvstore.receive import PageOrder, PageReceiver
-from kvstore.registry import IncarnationRegistry
-from kvstore.transfer.base import Peer, PoolExport, TransferEngine
+from kvstore.transfer.base import Peer, PoolExport
 from model.sampler import SampledToken
 from wire.convert import descriptor_from_proto, export_from_proto, ticket_to_proto, token_from_proto
 from wire.errors import from_rpc
 from wire.options import open_channel
 
 RELEASE_TIMEOUT_S = 2.0
-MAX_PEERS = 1024
 
 
 @dataclass(frozen=True)
@@ -50,35 +49,6 @@ class HandoffResult:
     transfer_ms: float
     pages: int
     verified: bool
-
-
-class PeerTable:
-    """Connected pools by worker name. A name that comes back with a new incarnation is a new peer."""
-
-    def __init__(self, engine: TransferEngine, registry: IncarnationRegistry) -> None:
-        self._engine = engine
-        self._registry = registry
-        self._peers: dict[int, Peer] = {}
-        self._names: dict[str, int] = {}
-
-    def connect(self, name: str, export: PoolExport) -> Peer:
-        """Raises StalePage for a dead incarnation, Unavailable or InvalidInput where the engine refuses."""
-        former = self._registry.see(name, export.incarnation)
-        if former is not None:
-            self._drop(former)
-        peer = self._peers.get(export.incarnation)
-        if peer is None or peer.export != export:
-            if peer is not None:
-                self._drop(export.incarnation)
-            if len(self._peers) >= MAX_PEERS:
-                self._drop(next(iter(self._peers)))
-            peer = self._peers[export.incarnation] = self._engine.connect(export)
-        return peer
-
-    def _drop(self, incarnation: int) -> None:
-        peer = self._peers.pop(incarnation, None)
-        if peer is not None:
-            self._engine.disconnect(peer)
 
 
 @dataclass

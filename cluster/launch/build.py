@@ -17,7 +17,8 @@ from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from decode.core import DecodeCore, DecodeLimits
 from decode.engine import DecodeEngine, DecodeHooks
-from decode.pull import Handoffs, PeerTable, PullHooks
+from decode.peers import PeerTable
+from decode.pull import Handoffs, PullHooks
 from decode.service import DecodeService
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.checks import ALL_CHECKS, Checks
