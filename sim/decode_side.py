@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from decode.core import DecodeCore, DecodeLimits, Emitted, Finished, Outcome, Preempted, StartHandoff
-from decode.handoff import Accepted, HandoffEvent, HandoffReceiver, HandoffState
-from decode.pull import PeerTable
+from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver
+from decode.peers import PeerTable
 from kvstore.errors import Cancelled, GenlockError, PageFault
 from kvstore.guard import Published
 from kvstore.receive import PageOrder, PageReceiver, Pull
@@ -205,8 +205,11 @@ class Attempt:
         except GenlockError as ended:
             self.fail(ended)
             return
-        if self.rules.state is not HandoffState.COMPLETED:
-            self.world.laws.broken("waits_for_nobody", f"{self.decode.name} request {self.request_no}")
+        if self.rules.completed is None:  # only a control gets here: an end taken for completion
+            if not self.rules.ready:
+                self.world.laws.broken("waits_for_nobody", f"{self.decode.name} request {self.request_no}")
+            self.rules.completed = Completed(b"", 0, SimToken(EOS), 0.0, 0.0)
+            self._check_ready()
 
     def _renew_later(self, accepted: Accepted) -> None:
         self.decode.later(max(10, accepted.lease_ms // 3), "renew-timer", self._renew, accepted)

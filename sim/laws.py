@@ -32,6 +32,7 @@ LAWS: dict[str, str] = {
     "kernel_read_stale": "a kernel read a page that had moved on",
     "kernel_wrote_foreign": "a kernel wrote to a page that is not the row's own",
     "published_stale": "a result left although a page of its row had moved on",
+    "blames_the_caller": "a request without a mistake of its own ended with InvalidInput",
     "waits_for_nobody": "a request waits for a stream that has ended",
     "refusal_changed_state": "a refused call changed a page",
     "pages_not_back": "pages were missing when everything had ended",

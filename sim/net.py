@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class Call:
     prefill_life: int
     attempt: Attempt
     request_no: int = 0  # at prefill, once submitted
+    handoff_id: bytes = b""
     ended: bool = False  # prefill's end was sent
     over: bool = False  # decode is not interested any more
     up_ms: int = 0
@@ -46,6 +48,7 @@ class Net:
         self._rng = world.dice.stream("net")
         self._number = 0
         self.open: dict[int, Call] = {}
+        self._sent: deque[HandoffEvent[SimToken]] = deque(maxlen=32)
 
     def call(self, attempt: Attempt, decode: DecodeWorker, prefill: PrefillWorker, ticket: Ticket) -> Call:
         self._number += 1
@@ -103,11 +106,10 @@ class Net:
             return
         if dice.hit("event_lost"):
             return
+        self._sent.append(event)
         event = self._altered(call, event)
         if dice.hit("event_crossed"):
-            others = [c for c in self.open.values() if c.decode is call.decode and c is not call]
-            if others:
-                call = dice.stream("event_crossed/which").choice(others)
+            call, event = self._crossed(call, event)
         for _ in range(2 if dice.hit("event_twice") else 1):
             self._up(call, "event", event)
 
@@ -149,6 +151,15 @@ class Net:
             call.attempt.on_end(message)
         else:
             call.attempt.on_event(message)
+
+    def _crossed(self, call: Call, event: HandoffEvent[SimToken]) -> tuple[Call, HandoffEvent[SimToken]]:
+        """The event goes to another call, or what was sent on another call comes in its place."""
+        rng = self._dice.stream("event_crossed/which")
+        alike = [e for e in self._sent if type(e) is type(event) and e.handoff_id != event.handoff_id]
+        if alike and rng.random() < 0.5:
+            return call, rng.choice(alike)
+        others = [c for c in self.open.values() if c.decode is call.decode and c is not call]
+        return (rng.choice(others) if others else call), event
 
     # --- what is sent may be wrong --------------------------------------------------------------------------------
 

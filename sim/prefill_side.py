@@ -54,7 +54,7 @@ class PrefillWorker(Worker):
             self.world.tally.reasons[error.reason] += 1
             self.world.net.end(call, error)
             return
-        call.request_no = seq.request_no
+        call.request_no, call.handoff_id = seq.request_no, seq.handoff_id
         self.calls[seq.request_no] = call
         accepted = Accepted(seq.handoff_id, ticket.ticket_id, self.guard.export, self.limits.lease_ms)
         self.world.net.send(call, accepted)
@@ -110,16 +110,15 @@ class PrefillWorker(Worker):
                     net.end(call, event.error)
                     del self.calls[event.request_no]
                 continue
-            assert seq is not None, "a sequence that sends exists"
-            if isinstance(event, PageSealed):
+            if isinstance(event, PageSealed) and seq is not None:
                 self._judge(seq, event)
             if call is None:
                 continue
             if isinstance(event, HandoffCompleted):
-                done = Completed(seq.handoff_id, event.page_count, event.first, event.queue_ms, event.prefill_ms)
+                done = Completed(call.handoff_id, event.page_count, event.first, event.queue_ms, event.prefill_ms)
                 net.send(call, done)
             else:
-                net.send(call, PagePromised(seq.handoff_id, event.desc))
+                net.send(call, PagePromised(call.handoff_id, event.desc))
 
     def _judge(self, seq: PrefillSequence, event: PageSealed) -> None:
         """What is promised holds this request's KV, by the tokens alone."""

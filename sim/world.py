@@ -10,7 +10,7 @@ from decode.core import DecodeLimits
 from kvstore.checks import Checks
 from kvstore.descriptor import PageDescriptor
 from kvstore.digest import Digester
-from kvstore.errors import GenlockError, NoCapacity, Unavailable
+from kvstore.errors import GenlockError, InvalidInput, NoCapacity, Unavailable
 from kvstore.keys import PrefixIdentity, PrefixKeyer
 from kvstore.layout import PageLayout
 from kvstore.receipt import ExpectedPages
@@ -210,6 +210,8 @@ class World:
         self.laws.require(not request.ended, "ended_twice", f"request {request.number}")
         request.ended, request.error = True, error
         self.heap.note(f"{request.number}:{error.reason if error else 'ok'}")
+        if isinstance(error, InvalidInput):
+            self.laws.broken("blames_the_caller", f"request {request.number}: {error.reason} in {error.field}")
         # A caller that went away, or a pool that is too small, needs no fault.
         if error is not None and not self.dice.faults.armed and not isinstance(error, NoCapacity):
             self.laws.broken("failed_without_fault", f"request {request.number}: {error.reason}")
