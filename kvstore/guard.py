@@ -302,7 +302,6 @@ class Guard:
             arrays.check_rows(FLAG_ROWS)
         if self.checks.entry:
             self._compare_live(arrays, FLAG_ENTRY, "read_entry")
-        claimed = self._claim_writes(plan, arrays) if self.checks.write else []
         read = ReadTable(
             self.layout, pool.slots_SU8, pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.context_len_B,
             arrays.query_start_B1, arrays.position_N, flags, self.checks.kernel,
@@ -313,6 +312,7 @@ class Guard:
         )  # fmt: skip
         self.count("read_kernel", int(arrays.page_count_B.sum()) * self.layout.layers)
         self.count("write_rows", len(arrays.row_N))
+        claimed = self._claim_writes(plan, arrays) if self.checks.write else []
         try:
             yield GuardedStep(self, plan, arrays, read, write)
         finally:

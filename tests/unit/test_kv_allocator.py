@@ -255,6 +255,17 @@ def test_without_quarantine_a_proof_that_comes_too_late_ends_nothing() -> None:
     assert b.slot(next_ref.page_id).holds == 1
 
 
+def test_without_tags_that_move_a_page_is_still_condemned_once() -> None:
+    b = PageAllocator(1, INC, checks=ALL_CHECKS.without("tag_bump"))
+    (ref,) = b.allocate(OWNER, 1)
+    b.hold([ref])
+    assert b.condemn(ref)
+    assert not b.condemn(ref)  # the negative control: its old name still looks alive
+    b.prove([ref])
+    assert not b.condemn(ref)
+    assert b.is_live(ref)
+
+
 @pytest.mark.parametrize(("slots", "incarnation", "field"), [
     (0, 1, "pool.slots"), (-1, 1, "pool.slots"), (MAX_SLOTS + 1, 1, "pool.slots"),
     (1, 0, "pool.incarnation"), (1, -1, "pool.incarnation"), (1, 1 << 63, "pool.incarnation"),
