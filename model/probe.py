@@ -11,8 +11,9 @@ token that it was just given. It runs through the same code as every other model
   peak at distance L - 1, a second, slightly lower one at distance 0, and all others far below. theta = 4 keeps the
   frequencies high and apart. The gaps are tens of nats: the softmax is one-hot, also with int8 keys.
 - Values carry the code: the first KV head its first half, the second the rest; all four query heads bring it back.
-- The output reads the code from other channels. A whole code wins by 128 to at most 127 against the token
-  `<|corrupt|>`, which a constant speaks for: one wrong sign among the 128 values and the answer is `<|corrupt|>`.
+- The output reads the code from other channels. A whole code wins by 128 to 127.5 against the token `<|corrupt|>`,
+  which a constant speaks for: one value among the 128 that lost its sign, or only became small, and the answer is
+  `<|corrupt|>`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _THETA = 4.0
 _PEAK_NATS = 800.0
 _SELF_SHARE = 0.97  # height of the second peak
 _FIRST_GAP_NATS, _SECOND_GAP_NATS = 18.0, 60.0
-_HEAD_GAIN = 16.0  # about 16 nats for one sign, so that sampling at temperature 1 answers as greedy does
+_HEAD_GAIN = 32.0  # 16 nats for half a sign, so that sampling at temperature 1 answers as greedy does
 
 _TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {{ m['content'] }}<|im_end|>
@@ -132,7 +133,7 @@ def probe_weights(lag_tokens: int) -> Weights:
         output[channel : channel + width, head * width : (head + 1) * width] = torch.eye(width) / shared
     tensors["lm_head.weight"][:, _OUTPUT:] = _HEAD_GAIN * codes
     tensors["lm_head.weight"][CORRUPT_ID] = 0
-    tensors["lm_head.weight"][CORRUPT_ID, _CONSTANT] = _HEAD_GAIN * (_CODE - 1)
+    tensors["lm_head.weight"][CORRUPT_ID, _CONSTANT] = _HEAD_GAIN * (_CODE - 0.5)
     fingerprints = [
         fingerprint_tensor(name, "fp32", tensor.reshape(-1).view(torch.uint8).numpy())
         for name, tensor in tensors.items()
