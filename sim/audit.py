@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 def light(world: World) -> None:
     """After every event: no page is lost."""
     for worker in world.workers:
-        if worker.alive:
-            guard = worker.guard
-            counts = guard.counts()
-            if counts.total != guard.slots or counts.free != guard.free_pages:
-                world.laws.broken("page_lost", f"{worker.name}: {counts}")
+        if worker.alive and not worker.guard.conserves_pages():
+            world.laws.broken("page_lost", f"{worker.name}: {worker.guard.counts()}")
 
 
 def heavy(world: World) -> None:

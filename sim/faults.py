@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 ARMED_SHARE = 0.25  # chance that a site is armed in a seed
 CALM_SHARE = 0.06  # chance that a seed has no fault at all
-_RATES = (0.01, 0.03, 0.12)
+_RATES = (0.005, 0.02, 0.06)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Dice:
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.faults = faults
+        self.armed = faults.armed
         self.over = False
         self.injected: Counter[str] = Counter()
         self._seed = seed

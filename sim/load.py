@@ -11,7 +11,7 @@ from model.ticket import Ticket
 from prefill.core import PrefillLimits
 from sim.compute import PAGE_TOKENS, VOCABULARY
 
-CONTEXT_TOKENS = 48
+CONTEXT_TOKENS = 96
 _TENANTS = ("ant", "bee")
 
 
@@ -48,11 +48,11 @@ def draw_shape(seed: int) -> Shape:
         layout=rng.randrange(3),
         prefills=rng.choice((1, 2, 2)),
         decodes=rng.choice((1, 1, 2)),
-        prefill_slots=rng.randrange(12, 33),
-        decode_slots=rng.randrange(12, 29),
+        prefill_slots=rng.randrange(16, 57),
+        decode_slots=rng.randrange(16, 57),
         scrub=rng.random() < 0.5,
         prefill_limits=PrefillLimits(
-            chunk_tokens=rng.choice((3, 4, 8, 16)),
+            chunk_tokens=rng.choice((3, 8, 16, 32)),
             max_running=rng.choice((1, 2, 4)),
             max_leases=rng.choice((4, 32)),
             lease_ms=rng.choice((40, 120, 400)),
@@ -68,15 +68,15 @@ def draw_shape(seed: int) -> Shape:
 def draw_wishes(seed: int, shape: Shape) -> list[Wish]:
     """Prompts share stems, so that pages are shared; some are repeated as a whole."""
     rng = random.Random(f"{seed}/wishes")
-    stems = [_tokens(rng, PAGE_TOKENS * rng.randrange(1, 6)) for _ in range(2)]
+    stems = [_tokens(rng, PAGE_TOKENS * rng.randrange(2, 11)) for _ in range(2)]
     wishes: list[Wish] = []
     at_ms = 0
     for number in range(rng.randrange(4, 21)):
         at_ms += rng.choice((0, 0, 1, 5, 30))
-        prompt = rng.choice(stems)[: rng.randrange(21)] + _tokens(rng, rng.randrange(1, 12))
+        prompt = rng.choice(stems)[: rng.randrange(41)] + _tokens(rng, rng.randrange(1, 16))
         if wishes and rng.random() < 0.15:
             prompt = rng.choice(wishes).ticket.token_ids
-        sampling = SamplingParams(max_tokens=rng.choice((1, 2, 5, 9, 14)), ignore_eos=rng.random() < 0.3)
+        sampling = SamplingParams(max_tokens=rng.choice((1, 2, 6, 12, 30)), ignore_eos=rng.random() < 0.3)
         ticket = Ticket(rng.randbytes(16), rng.choice(_TENANTS), prompt, sampling, "sim", "sim")
         wishes.append(Wish(number, at_ms, rng.randrange(shape.decodes), ticket, 5000, rng.randrange(120)))
     return wishes

@@ -31,7 +31,7 @@ class Mischief:
         self._rng = world.dice.stream("mischief")
         self._hogs: list[tuple[Worker, int, tuple[PageRef, ...]]] = []
         self._restarts: list[Worker] = []
-        if world.dice.faults.armed:
+        if world.dice.armed:
             world.heap.after(PERIOD_MS, "mischief", self._turn)
 
     def stop(self) -> None:

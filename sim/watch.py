@@ -51,6 +51,11 @@ class WatchedGuard(Guard):
         slot_U8: U8 = self._pool.slots_SU8[page_id]
         return slot_U8
 
+    def conserves_pages(self) -> bool:
+        """The counts add up to the pool, and the free list is as long as they say."""
+        counts = self._book._counts
+        return sum(counts.values()) == len(self._book) and counts[SlotState.FREE] == self._book.free_pages
+
     def note_into(self, note: Callable[[bytes], None]) -> None:
         """Tells every byte of the pool, for the trace."""
         note(self._pool.live_S2.tobytes())
@@ -125,20 +130,20 @@ class WatchedGuard(Guard):
         self._seen(SlotEvent.SEAL, full, lambda: super(WatchedGuard, self).adopt(pages, owner))
 
     def _seen(self, event: SlotEvent, refs: tuple[PageRef, ...], call: Callable[[], T]) -> T:
-        states = [self.slot_state(r.page_id) for r in refs if 0 <= r.page_id < self.slots]
-        before = [self.book_slot(r.page_id) for r in refs if 0 <= r.page_id < self.slots]
+        slots = self._book._slots
+        before = [slots[r.page_id] for r in refs if 0 <= r.page_id < len(slots)]
         try:
             result = call()
         except GenlockError as error:
             self.tally.reasons[error.reason] += 1
-            for state in states:
-                self.tally.cells[state, event, False] += 1
-            if before != [self.book_slot(r.page_id) for r in refs if 0 <= r.page_id < self.slots]:
+            for slot in before:
+                self.tally.cells[slot.state, event, False] += 1
+            if before != [slots[r.page_id] for r in refs if 0 <= r.page_id < len(slots)]:
                 self.laws.broken("refusal_changed_state", f"{event} was refused ({error.reason})")
             raise
         self.tally.operations[event] += len(refs)
-        for state in states:
-            self.tally.cells[state, event, True] += 1
+        for slot in before:
+            self.tally.cells[slot.state, event, True] += 1
         return result
 
     def _tell(self, event: SlotEvent, state: SlotState, count: int) -> None:

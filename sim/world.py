@@ -100,16 +100,13 @@ class World:
         self._heavy_every = heavy_every
         self.prefills = [PrefillWorker(self, i, self.shape.prefill_limits) for i in range(self.shape.prefills)]
         self.decodes = [DecodeWorker(self, i, self._decode_limits()) for i in range(self.shape.decodes)]
+        self.workers: list[Worker] = [*self.prefills, *self.decodes]
         self.mischief = Mischief(self)
         wishes = [w for w in draw_wishes(seed, self.shape) if only is None or w.number in only]
         self._left = len(wishes)
         for wish in wishes:
             self.heap.after(wish.at_ms, "ask", self._ask, wish)
         self.calm_ms = (wishes[-1].at_ms if wishes else 0) + CALM_AFTER_MS
-
-    @property
-    def workers(self) -> list[Worker]:
-        return [*self.prefills, *self.decodes]
 
     def _decode_limits(self) -> DecodeLimits:
         return self.shape.decode_limits
@@ -213,7 +210,7 @@ class World:
         if isinstance(error, InvalidInput):
             self.laws.broken("blames_the_caller", f"request {request.number}: {error.reason} in {error.field}")
         # A caller that went away, or a pool that is too small, needs no fault.
-        if error is not None and not self.dice.faults.armed and not isinstance(error, NoCapacity):
+        if error is not None and not self.dice.armed and not isinstance(error, NoCapacity):
             self.laws.broken("failed_without_fault", f"request {request.number}: {error.reason}")
 
     def choose_prefill(self) -> PrefillWorker:

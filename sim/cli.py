@@ -1,0 +1,137 @@
+"""`genlock sim`: the simulator for operators and for CI."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from kvstore.checks import check_names
+from sim.coverage import table
+from sim.faults import sample_faults
+from sim.laws import LAWS
+from sim.minimise import minimise
+from sim.runner import Report, run, swarm
+from sim.world import make_kit
+
+
+class SeedRange(click.ParamType):
+    """`A:B`, the seeds A to B - 1."""
+
+    name = "A:B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        if isinstance(value, range):
+            return value
+        first, colon, last = str(value).partition(":")
+        if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+            self.fail(f"{value!r} is not A:B with A < B", param, ctx)
+        return range(int(first), int(last))
+
+
+@click.command("sim")
+@click.option("--list-checks", is_flag=True, help="List the checks that --without can switch off, and the laws.")
+@click.option("--seeds", type=SeedRange(), default="0:1000", show_default=True, help="Seeds to play.")
+@click.option("--jobs", type=click.IntRange(1, 256), default=2, show_default=True, help="Processes.")
+@click.option("--events", type=click.IntRange(1), help="Stop after about so many events.")
+@click.option("--replay", type=click.IntRange(0), help="Play one seed and tell what happened.")
+@click.option("--without", "without", type=click.Choice(check_names()), multiple=True, help="Switch a check off.")
+@click.option("--law", "laws", type=click.Choice(tuple(LAWS)), multiple=True, help="Count these laws only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def sim_command(
+    list_checks: bool,
+    seeds: range,
+    jobs: int,
+    events: int | None,
+    replay: int | None,
+    without: tuple[str, ...],
+    laws: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Play the cluster's cores against faults, each run decided by its seed alone.
+
+    Without --without, exits with 1 if a law was broken. With it, exits with 1 if none was: then the check was missed
+    by nobody.
+    """
+    counted = laws or tuple(LAWS)
+    if list_checks:
+        _list(as_json)
+    elif replay is not None:
+        _replay(replay, without, counted, as_json)
+    else:
+        _swarm(seeds, jobs, events, without, counted, as_json)
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"checks": list(check_names()), "laws": LAWS}))
+        return
+    click.echo("checks: " + " ".join(check_names()))
+    for law, meaning in LAWS.items():
+        click.echo(f"law {law}: {meaning}")
+
+
+def _replay(seed: int, without: tuple[str, ...], laws: tuple[str, ...], as_json: bool) -> None:
+    result = run(seed, without=without, laws=laws)
+    report = Report()
+    report.add(result)
+    if as_json:
+        click.echo(json.dumps(report.as_json() | {"trace": result.trace, "outcomes": dict(result.outcomes)}))
+    else:
+        click.echo(f"seed {seed}: trace {result.trace}, {result.events} events")
+        click.echo("armed: " + (", ".join(sample_faults(seed).armed) or "nothing"))
+        click.echo("injected: " + _counts(result.injected))
+        click.echo("requests: " + _counts(result.outcomes))
+        _tell_failures(report, without)
+    sys.exit(1 if bool(report.violations) is not bool(without) else 0)
+
+
+def _swarm(
+    seeds: range, jobs: int, events: int | None, without: tuple[str, ...], laws: tuple[str, ...], as_json: bool
+) -> None:
+    with click.progressbar(length=len(seeds), label="seeds", file=sys.stderr) as bar:
+
+        def progress(report: Report) -> None:
+            bar.update(report.seeds - bar.pos)
+
+        report = swarm(
+            seeds, jobs=jobs, without=without, laws=laws, stop_at_first=bool(without), max_events=events,
+            on_progress=progress,
+        )  # fmt: skip
+    until = None if report.first_failing_seed is None else report.first_failing_seed - seeds.start + 1
+    if as_json:
+        control = {"seeds_to_first_violation": until} if without else {}
+        click.echo(json.dumps(report.as_json() | control))
+    else:
+        _tell(report)
+        if without:
+            click.echo(f"without {', '.join(without)}: first violation after {until or 'more than all'} seeds")
+        _tell_failures(report, without)
+    sys.exit(1 if bool(report.violations) is not bool(without) else 0)
+
+
+def _tell(report: Report) -> None:
+    rate = report.seeds / report.seconds if report.seconds else 0.0
+    a_minute = 60 * report.page_operations / report.seconds if report.seconds else 0.0
+    click.echo(f"{report.seeds} seeds, {report.events} events in {report.seconds:.1f} s: {rate:.1f} seeds/s")
+    click.echo(f"{report.page_operations} page operations, {a_minute:.0f} a minute: {_counts(report.operations)}")
+    click.echo("requests: " + _counts(report.outcomes))
+    click.echo("faults injected: " + _counts(report.injected))
+    click.echo("\n".join(["slot state x event, allowed/refused:", *table(report.cells)]))
+    click.echo("never reached: " + (", ".join(report.unreached()) or "nothing"))
+    click.echo(f"violations: {report.violations}")
+
+
+def _tell_failures(report: Report, without: tuple[str, ...]) -> None:
+    for seed, violation in report.failures[:10]:
+        click.echo(f"seed {seed}: {violation}")
+    if report.failures:
+        small = minimise(min(seed for seed, _ in report.failures), make_kit(), without=without)
+        if small is not None:
+            click.echo("\n" + small.as_test())
+
+
+def _counts(counts: Any) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
