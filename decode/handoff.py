@@ -117,7 +117,7 @@ class HandoffReceiver(Generic[T]):
         """The stream ended. Raises the error, or Unavailable when it ended before everything was promised."""
         if self.state is HandoffState.COMPLETED:
             return
-        if error is None and not self._checks.stream_end:
+        if not self._checks.stream_end:
             self.state = HandoffState.COMPLETED
             return
         self.state = HandoffState.FAILED

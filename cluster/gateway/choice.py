@@ -68,7 +68,7 @@ class Choice:
         end, `tokens_lost` when tokens are missing, and whatever error decode answered.
         """
         finished: worker.DecodeFinished | None = None
-        async for event in responses(self._call):
+        async for event in self._events():
             if finished is not None:
                 raise Unavailable("stream_protocol", "the decode worker went on after the end of the answer")
             if event.WhichOneof("event") == "finished":
@@ -99,6 +99,14 @@ class Choice:
         rest = self._text.finish()
         reason = pb.FINISH_REASON_STOP if rest.matched_stop else finished.finish_reason
         yield self._last_message(rest, reason, finished)
+
+    async def _events(self) -> AsyncIterator[worker.DecodeEvent]:
+        try:
+            async for event in responses(self._call):
+                yield event
+        except Unavailable:
+            if self._checks.require_finished:
+                raise
 
     def _take(self, tokens: Sequence[worker.SampledToken]) -> TextPiece:
         if tokens:

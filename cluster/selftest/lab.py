@@ -96,6 +96,10 @@ class Subject:
             self._answers[key] = Answer(tuple(t.token_id for t in out), logprobs)
         return self._answers[key]
 
+    def right(self, prompt: Sequence[int], reply: Reply) -> bool:
+        """A whole answer, and the oracle's."""
+        return reply.error is None and reply.tokens == self.answer(prompt, len(reply.tokens) or 1).tokens
+
     def prompt(self, name: str, tokens: int = PROMPT_TOKENS) -> tuple[int, ...]:
         """`tokens` ids, the same for a name every time, sharing no page with another name's."""
         rng = random.Random(f"prompt of {name}")
@@ -120,6 +124,37 @@ def load_subject(name: str) -> Subject:
     model, tokenizer = load_model(name)
     probe = name == "probe"
     return Subject(name, model, tokenizer, answer_tokens=64 if probe else 24, neighbour_tokens=320 if probe else 64)
+
+
+class Client:
+    """A real gRPC client of one gateway."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._labels = itertools.count()
+
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[int], None] | None = None
+    ) -> Reply:
+        """One request through the gateway; never raises for what the cluster answers."""
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        request = inference_pb2.GenerateRequest(
+            request_id=f"lab-{next(self._labels)}",
+            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+            sampling_params=inference_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=0),
+        )
+        logprobs: list[float] = []
+        tokens: list[int] = []
+        error: GenlockError | None = None
+        try:
+            async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
+                tokens.extend(message.token_ids)
+                logprobs.extend(entry.logprob for entry in message.logprobs)
+                if on_tokens is not None and tokens:
+                    on_tokens(len(tokens))
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc(rpc_error)
+        return Reply(tuple(tokens), error, tuple(logprobs))
 
 
 class Lab:
@@ -154,8 +189,7 @@ class Lab:
         self.prefill: BuiltWorker
         self.decode: BuiltWorker
         self.gateway: Gateway
-        self._channel: grpc.aio.Channel
-        self._labels = itertools.count()
+        self.client: Client
         self._loop: asyncio.AbstractEventLoop
 
     async def start(self) -> None:
@@ -176,11 +210,11 @@ class Lab:
         self.gateway.add_worker("prefill-0", Role.PREFILL, self.prefill.endpoint)
         self.gateway.add_worker("decode-0", Role.DECODE, self.decode.endpoint)
         await self.gateway.wait_ready(30_000)
-        self._channel = open_channel(endpoint)
+        self.client = Client(open_channel(endpoint))
 
     async def stop(self) -> None:
         self.inject.landing_gate.set()
-        await self._channel.close(None)
+        await self.client.channel.close(None)
         await self.gateway.stop(0)
         await self.decode.stop(0)
         await self.prefill.stop(0)
@@ -202,31 +236,10 @@ class Lab:
     async def ask(
         self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[int], None] | None = None
     ) -> Reply:
-        """One request through the gateway; never raises for what the cluster answers."""
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        request = inference_pb2.GenerateRequest(
-            request_id=f"lab-{next(self._labels)}",
-            tokens=inference_pb2.TokenPrompt(token_ids=prompt),
-            sampling_params=inference_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=0),
-        )
-        logprobs: list[float] = []
-        tokens: list[int] = []
-        try:
-            async for message in stub.Generate(request, timeout=REQUEST_TIMEOUT_S):
-                tokens.extend(message.token_ids)
-                logprobs.extend(entry.logprob for entry in message.logprobs)
-                if on_tokens is not None and tokens:
-                    on_tokens(len(tokens))
-        except grpc.aio.AioRpcError as error:
-            return Reply(tuple(tokens), from_rpc(error), tuple(logprobs))
-        return Reply(tuple(tokens), None, tuple(logprobs))
+        return await self.client.ask(prompt, max_tokens, on_tokens)
 
     async def ask_victim(self) -> Reply:
         return await self.ask(self.inject.victim, self.subject.answer_tokens)
-
-    def right(self, prompt: Sequence[int], reply: Reply) -> bool:
-        """The whole answer, and the oracle's."""
-        return reply.error is None and reply.tokens == self.subject.answer(prompt, len(reply.tokens) or 1).tokens
 
     async def recycle(self, foreign: Sequence[int]) -> None:
         """Prefill gives up the victim's pages and computes `foreign` into the same slots."""

@@ -24,6 +24,7 @@ from model.attention.base import KvStep
 
 RECEIPT = ("header", "prefix_key", "digest", "source_tag")
 READS = ("entry", "kernel", "exit")
+ENDS = ("stream_end", "exact_set")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Row:
     number: str
     name: str
     off: tuple[str, ...]
-    run: Callable[[Lab], Awaitable[Observed]]
+    run: Callable[[Lab], Awaitable[Observed]] | None = None  # None: kills.py has it
     flags: dict[str, object] = field(default_factory=dict)
     prefill_flags: dict[str, object] = field(default_factory=dict)
     prompt_tokens: int = PROMPT_TOKENS
@@ -106,7 +107,7 @@ async def out_of_pool(lab: Lab) -> Observed:
 async def consumed_again(lab: Lab) -> Observed:
     victim, foreign = await _arm(lab)
     first = await lab.ask_victim()
-    assert lab.right(victim, first), "the first use is healthy"
+    assert lab.subject.right(victim, first), "the first use is healthy"
     await lab.recycle(foreign)
     lab.inject.on_event = _replace_pages(lab.inject.recorded[victim])
     return Observed(await lab.ask_victim())
@@ -191,7 +192,7 @@ async def restarted(lab: Lab) -> Observed:
     """Descriptors of the former life, delivered by the new one whose slots hold another prompt."""
     victim, foreign = await _arm(lab)
     first = await lab.ask_victim()
-    assert lab.right(victim, first), "the first life is healthy"
+    assert lab.subject.right(victim, first), "the first life is healthy"
     old = lab.inject.recorded[victim]
     await lab.restart_prefill()
     # The same slots in the same order: fill the new pool with other prompts.
@@ -262,7 +263,7 @@ async def stale_append(lab: Lab) -> Observed:
     lab.inject.before_decode_plan = before_plan
     reply = await lab.ask_victim()
     second = await asyncio.wrap_future(other_reply[0])
-    ok = lab.right(other, second)
+    ok = lab.subject.right(other, second)
     return Observed(reply, others_ok=ok, damage=not ok)
 
 
@@ -345,7 +346,7 @@ async def cancelled_late_bytes(lab: Lab) -> Observed:
     land.set()
     reply = await second
     # The victim heard nothing; what counts is the request that came after it.
-    return Observed(reply, others_ok=lab.right(other, reply))
+    return Observed(reply, others_ok=lab.subject.right(other, reply))
 
 
 async def permuted(lab: Lab) -> Observed:
@@ -366,8 +367,8 @@ async def permuted(lab: Lab) -> Observed:
 
     lab.inject.on_arrays = swap
     reply, second = await asyncio.gather(lab.ask_victim(), lab.ask(other, lab.subject.answer_tokens))
-    fenced = second.error is not None and not lab.right(other, second)
-    return Observed(reply, others_ok=fenced or lab.right(other, second))
+    fenced = second.error is not None and not lab.subject.right(other, second)
+    return Observed(reply, others_ok=fenced or lab.subject.right(other, second))
 
 
 async def poisoned_index(lab: Lab) -> Observed:
@@ -427,4 +428,10 @@ ROWS: tuple[Row, ...] = (
     Row("16", "cancelled while copying, late bytes", ("quarantine",), cancelled_late_bytes, reported="other"),
     Row("19", "rows of a step permuted", ("rows",), permuted),
     Row("20", "prefix index hands out a foreign page", ("prefix_key",), poisoned_index),
+    Row(
+        "17a", "prefill killed while the request is queued", ENDS, prompt_tokens=1024, flags={"workers.max_running": 1}
+    ),
+    Row("17b", "prefill killed while it computes", ENDS, prompt_tokens=1024),
+    Row("17c", "prefill killed with half the pages handed over", ENDS, prompt_tokens=1024),
+    Row("18", "decode killed in the middle of an answer", ENDS),
 )

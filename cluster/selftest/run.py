@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from cluster.selftest.kills import kill_trial
 from cluster.selftest.lab import PROMPT_TOKENS, Answer, Lab, Reply, Subject
 from cluster.selftest.rows import ROWS, Observed, Row
 from kvstore.checks import ALL_CHECKS, Checks
@@ -43,6 +44,9 @@ class Trial:
 
 async def run_trial(row: Row, subject: Subject, checks: Checks) -> Trial:
     """One cluster, one fault, one healthy neighbour on the same workers."""
+    if row.run is None:
+        async with asyncio.timeout(TRIAL_TIMEOUT_S):
+            return Trial(*await kill_trial(row, subject, checks))
     lab = Lab(subject, checks, row.prompt_tokens, flags=row.flags, prefill_flags=row.prefill_flags)
     async with asyncio.timeout(TRIAL_TIMEOUT_S):
         try:
@@ -53,7 +57,7 @@ async def run_trial(row: Row, subject: Subject, checks: Checks) -> Trial:
             await running.wait()
             seen = await row.run(lab)
             reply = await neighbour
-            return Trial(seen, lab.right(prompt, reply), await lab.settled())
+            return Trial(seen, subject.right(prompt, reply), await lab.settled())
         finally:
             await lab.stop()
 
@@ -99,7 +103,9 @@ def is_fail_closed(subject: Subject, row: Row, reply: Reply, seen: Observed) -> 
 
 def is_wrong(subject: Subject, row: Row, seen: Observed) -> bool:
     """Whether a control let the fault through."""
-    return seen.damage or _expected(subject, row).differs(seen.reply)
+    expected, reply = _expected(subject, row), seen.reply
+    short = reply.error is None and reply.tokens != expected.tokens
+    return seen.damage or short or expected.differs(reply)
 
 
 async def run_table(
