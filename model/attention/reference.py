@@ -112,6 +112,7 @@ class ReferenceBackend:
         return streams[0], streams[1]
 
 
+@np.errstate(invalid="ignore", over="ignore")  # a query that is not finite may do what it does, to itself
 def _attend_row(query_nHD: F64, key_KCD: F64, value_KCV: F64, position_n: I64, scale: float) -> F64:
     """Softmax attention of one row; token i sees keys 0..position_n[i]. A token that sees no key gets zeros.
 
@@ -119,8 +120,7 @@ def _attend_row(query_nHD: F64, key_KCD: F64, value_KCV: F64, position_n: I64, s
     """
     kv_heads, context, width = key_KCD.shape
     query_nKGD = query_nHD.reshape(query_nHD.shape[0], kv_heads, -1, width)
-    with np.errstate(invalid="ignore"):  # infinity times zero is NaN, as it should be
-        score_nKGC = np.einsum("nkgd,kcd->nkgc", query_nKGD, key_KCD) * scale
+    score_nKGC = np.einsum("nkgd,kcd->nkgc", query_nKGD, key_KCD) * scale
     visible_nC = np.arange(context)[None, :] <= position_n[:, None]
     score_nKGC = np.where(visible_nC[:, None, None, :], score_nKGC, -np.inf)
     top_nKG1 = score_nKGC.max(axis=-1, keepdims=True, initial=-np.inf)

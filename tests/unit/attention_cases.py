@@ -55,6 +55,7 @@ class Case:
     query_NHD: torch.Tensor
     new: list[int]
     contexts: list[int]
+    beyond_U8: np.ndarray
 
     @property
     def flags(self) -> list[int]:
@@ -83,10 +84,12 @@ def make_case(
     rows = len(new)
     need = [layout.pages_for(context) for context in contexts]
     slots = sum(need) + spare
-    # A little more than a pool, cut to an odd multiple of 8 bytes: pools need not begin at a page of memory.
-    storage_SU8 = np.empty(slots * layout.slot_bytes + 8, np.uint8)[8:].reshape(slots, layout.slot_bytes)
-    poison(layout, storage_SU8)
-    live_S2 = rng.integers(1, 1 << 62, (slots, 2))
+    # The pool begins 8 bytes into its memory (no alignment but a word's) and ends one slot before it does: what a
+    # kernel stores at slot S lands in `beyond_U8`, where a test can see it.
+    memory = np.empty((slots + 1) * layout.slot_bytes + 8, np.uint8)[8:].reshape(slots + 1, layout.slot_bytes)
+    poison(layout, memory)
+    storage_SU8 = memory[:slots]
+    live_S2 = rng.integers(1, 1 << 62, (slots + 1, 2))[:slots]
     page_ids_BP = np.full((rows, max([1, *need])), -1, np.int32)
     free = iter(rng.permutation(slots).tolist())
     for row, count in enumerate(need):
@@ -123,7 +126,9 @@ def make_case(
         return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
 
     streams = [normal(len(at_N), spec.heads, spec.width) for spec in layout.streams]
-    return Case(layout, read, history, streams, normal(sum(new), layout.kv_heads * group, width), new, contexts)
+    return Case(
+        layout, read, history, streams, normal(sum(new), layout.kv_heads * group, width), new, contexts, memory[slots]
+    )
 
 
 def dense_attention(case: Case) -> torch.Tensor:

@@ -207,18 +207,20 @@ def test_a_stale_write_stores_nothing(name: str, kv_format: KvFormat, word: int)
 
 
 @every_backend
-def test_writes_of_flagged_rows_and_outside_the_pool_store_nothing(name: str) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+def test_writes_of_flagged_rows_and_outside_the_pool_store_nothing(name: str, checked: bool) -> None:
     case = make_case(gqa(), [1] * 5, [1] * 5)
     case.read.flags_B[0] = FLAG_ENTRY
-    slots, offsets = case.history.slot_N.copy(), case.history.offset_N.copy()
+    last = int(case.history.slot_N[4])
     case.history.slot_N[1], case.history.slot_N[2] = -1, case.read.storage_SU8.shape[0]
     case.history.offset_N[3] = case.layout.page_tokens
-    before = case.read.storage_SU8.copy()
-    make_backend(name, case.layout).write(1, case.streams, case.history)
+    before, beyond = case.read.storage_SU8.copy(), case.beyond_U8.copy()
+    history = case.history if checked else case.without_checks().history
+    make_backend(name, case.layout).write(1, case.streams, history)
     assert case.flags == [FLAG_ENTRY, *[FLAG_KERNEL_WRITE] * 3, 0]
     changed = (case.read.storage_SU8 != before).any(axis=1)
-    assert np.flatnonzero(changed).tolist() == [slots[4]]
-    assert offsets[4] == 0
+    assert np.flatnonzero(changed).tolist() == [last]
+    assert (case.beyond_U8 == beyond).all()
 
 
 @every_backend
