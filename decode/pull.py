@@ -18,7 +18,7 @@ from decode.core import StartHandoff
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
 from decode.peers import PeerTable
 from genlock.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput, PageFault, Unavailable
+from kvstore.errors import GenlockError, InvalidInput, PageFault, Unavailable
 from kvstore.guard import Guard
 from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import Peer, PoolExport
@@ -278,8 +278,6 @@ def _peer_error(error: GenlockError) -> GenlockError:
     """How prefill's failure looks to decode's caller: its own typed error, but never 'your input' for our mistake."""
     if isinstance(error, InvalidInput):
         return Unavailable("prefill_refused", f"prefill refused the handoff: {error.message}", field=error.field)
-    if error.reason == "cancelled":
-        return Unavailable("prefill_gone", "the prefill worker ended the handoff")
-    if isinstance(error, DeadlineExceeded):
-        return error
+    if error.reason in ("cancelled", "peer_unreachable"):
+        return Unavailable("prefill_gone", "the prefill worker went away before the handoff was complete")
     return error

@@ -426,12 +426,16 @@ ROWS: tuple[Row, ...] = (
     Row("15c", "layouts differ: format", ("layout", "header", "digest"), layouts_differ("kv_format")),
     Row("15d", "layouts differ: heads", ("layout", "header", "digest"), layouts_differ("kv_heads")),
     Row("16", "cancelled while copying, late bytes", ("quarantine",), cancelled_late_bytes, reported="other"),
-    Row("19", "rows of a step permuted", ("rows",), permuted),
-    Row("20", "prefix index hands out a foreign page", ("prefix_key",), poisoned_index),
     Row(
-        "17a", "prefill killed while the request is queued", ENDS, prompt_tokens=1024, flags={"workers.max_running": 1}
+        "17a",
+        "prefill killed while the request is queued",
+        ENDS,
+        prompt_tokens=1024,
+        flags={"cache.prefill_pages": 100},
     ),
     Row("17b", "prefill killed while it computes", ENDS, prompt_tokens=1024),
     Row("17c", "prefill killed with half the pages handed over", ENDS, prompt_tokens=1024),
     Row("18", "decode killed in the middle of an answer", ENDS),
+    Row("19", "rows of a step permuted", ("rows",), permuted),
+    Row("20", "prefix index hands out a foreign page", ("prefix_key",), poisoned_index),
 )
