@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
 from kvstore.errors import Cancelled
-from wire.errors import error_of_call, from_rpc
+from wire.errors import from_rpc
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -23,18 +23,12 @@ class ResponseStream(Protocol[T_co]):
 
     def cancel(self) -> bool: ...
 
-    async def code(self) -> grpc.StatusCode: ...
-
-    async def details(self) -> str: ...
-
-    async def trailing_metadata(self) -> Any: ...
-
 
 async def responses(call: ResponseStream[T]) -> AsyncIterator[T]:
     """Yields what the peer streams. Raises GenlockError for every failure of the call.
 
-    grpc raises CancelledError also when it was the peer that answered CANCELLED; here CancelledError means that this
-    task was cancelled, and nothing else. Leaving the loop early cancels the call.
+    grpc raises CancelledError also when somebody else here cancelled the call; from this CancelledError means that the
+    reading task was cancelled, and nothing else. Leaving the loop early cancels the call.
     """
     try:
         async for message in call:
@@ -44,7 +38,7 @@ async def responses(call: ResponseStream[T]) -> AsyncIterator[T]:
     except asyncio.CancelledError:
         if _own_task_is_cancelled():
             raise
-        raise await error_of_call(call) from None
+        raise _cancelled() from None
     finally:
         # No effect on a call that has ended.
         call.cancel()
@@ -59,7 +53,11 @@ async def answer(call: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         if _own_task_is_cancelled():
             raise
-        raise Cancelled("cancelled", "the peer cancelled the call") from None
+        raise _cancelled() from None
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled("cancelled", "the call was cancelled on this side")
 
 
 def _own_task_is_cancelled() -> bool:

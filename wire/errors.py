@@ -14,7 +14,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -57,16 +57,6 @@ _TRANSPORT: dict[grpc.StatusCode, tuple[type[GenlockError], str]] = {
     grpc.StatusCode.ABORTED: (PageFault, "peer_aborted"),
     grpc.StatusCode.DATA_LOSS: (CorruptPage, "peer_data_loss"),
 }
-
-
-class EndedCall(Protocol):
-    """What `error_of_call` reads of a call."""
-
-    async def code(self) -> grpc.StatusCode: ...
-
-    async def details(self) -> str: ...
-
-    async def trailing_metadata(self) -> Any: ...
 
 
 def error_classes() -> dict[str, type[GenlockError]]:
@@ -133,12 +123,6 @@ async def abort_with(context: grpc.aio.ServicerContext, error: GenlockError) -> 
 def from_rpc(error: grpc.RpcError) -> GenlockError:
     """The typed error behind a failed call: the peer's own, or what the transport's status means."""
     return _typed(_code_of(error), _message_of(error), _trailers_of(error))
-
-
-async def error_of_call(call: EndedCall) -> GenlockError:
-    """The typed error of a call of grpc.aio that has ended with a status other than OK."""
-    trailers = [(str(key), value) for key, value in await call.trailing_metadata() or ()]
-    return _typed(await call.code(), _clean(await call.details() or "", MAX_MESSAGE_CHARS), trailers)
 
 
 def _typed(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]) -> GenlockError:

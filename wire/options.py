@@ -32,7 +32,7 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.so_reuseport", 0),
         # Allows the pings of `channel_options`.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 

@@ -280,6 +280,8 @@ async def test_client_cancel_reaches_decode():
     async with cluster(hang) as env:
         call = env.stub.Generate(prompt(), timeout=30)
         await call.read()
+        # Prefill's part is over with the first token.
+        assert set(env.state.ledger.loads) == {"decode-0"}
         call.cancel()
         assert await ended([env.decode], 1) == ["cancelled"]
         await idle(env)

@@ -12,6 +12,7 @@ import pytest
 from kvstore.errors import Cancelled, GenlockError, InvalidInput, StalePage, Unavailable
 from wire.calls import answer, responses
 from wire.interceptor import TypedErrors
+from wire.options import open_channel, server_options
 
 
 async def unary(request, context):
@@ -122,8 +123,51 @@ async def test_cancelling_the_reader_s_task_is_a_cancel(method: str):
             await task
 
 
+async def test_a_call_that_somebody_else_cancels_is_an_error_and_no_cancel_of_the_reader():
+    async with server() as channel:
+        stream = call(channel, "Generator", b"hang")
+        reading = responses(stream)
+        assert await anext(reading) == b"one"
+        asyncio.get_running_loop().call_later(0.05, stream.cancel)
+        with pytest.raises(Cancelled):
+            await anext(reading)
+        single = call(channel, "Unary", b"hang")
+        asyncio.get_running_loop().call_later(0.05, single.cancel)
+        with pytest.raises(Cancelled):
+            await answer(single)
+
+
+async def test_leaving_early_cancels_the_call():
+    async with server() as channel:
+        stream = call(channel, "Generator", b"hang")
+        reading = responses(stream)
+        await anext(reading)
+        await reading.aclose()
+        assert stream.cancelled()
+
+
 async def test_a_server_that_is_not_there_is_unavailable():
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         for method in ("Unary", "Generator"):
             _got, error = await outcome(channel, method, b"x")
             assert (type(error), error.reason) == (Unavailable, "peer_unreachable")
+
+
+@pytest.mark.slow
+async def test_a_stream_that_is_long_silent_survives_our_own_pings():
+    """A server that does not expect the pings of `channel_options` ends the connection after the third, ENHANCE_YOUR_CALM."""
+
+    async def silent(request, context):
+        yield b"one"
+        await asyncio.sleep(42)
+        yield b"two"
+
+    aio = grpc.aio.server(options=server_options())
+    handlers = {"Do": grpc.unary_stream_rpc_method_handler(silent)}
+    aio.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("genlock.T", handlers),))
+    port = aio.add_insecure_port("127.0.0.1:0")
+    await aio.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        got = [message async for message in responses(channel.unary_stream("/genlock.T/Do")(b"", timeout=60))]
+    await aio.stop(0)
+    assert got == [b"one", b"two"]
