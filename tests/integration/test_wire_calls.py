@@ -155,7 +155,7 @@ async def test_a_server_that_is_not_there_is_unavailable():
 
 @pytest.mark.slow
 async def test_a_stream_that_is_long_silent_survives_our_own_pings():
-    """A server that does not expect the pings of `channel_options` ends the connection after the third, ENHANCE_YOUR_CALM."""
+    """A server that does not expect the pings of `channel_options` ends the connection after the third one."""
 
     async def silent(request, context):
         yield b"one"
