@@ -33,16 +33,16 @@ class LazyGroup(click.Group):
         if entry is None:
             return None
         module_name, _, attribute = entry.target.partition(":")
+        missing = click.ClickException(f"`{cmd_name}` is not part of this installation ({entry.target})")
         try:
-            module = importlib.import_module(module_name)
+            command = getattr(importlib.import_module(module_name), attribute, None)
         except ModuleNotFoundError as error:
             # Only the module itself may be missing: anything that it imports and does not find is a fault.
             if error.name is None or not (module_name + ".").startswith(error.name + "."):
                 raise
-            raise click.ClickException(f"`{cmd_name}` is not part of this installation ({module_name})") from error
-        command = getattr(module, attribute)
+            raise missing from error
         if not isinstance(command, click.Command):
-            raise TypeError(f"{entry.target} is no click command")
+            raise missing
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
