@@ -12,6 +12,7 @@ Rules that every engine keeps (contract suite: tests/contract/):
 3. `read_tags` is ordered after every page read that was waited for before it.
 4. Page pairs outside the peer's or our own pool are refused before anything moves.
 5. `connect` refuses an export whose incarnation the buffer no longer has; a restarted peer is another peer.
+   `publish` stamps the incarnation into column 0 of every row of the tag table, and the owner keeps it there.
 6. An engine may be called from several threads.
 """
 
