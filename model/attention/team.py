@@ -8,6 +8,7 @@ team at once; a caller that finds it busy does its own work alone.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -40,7 +41,9 @@ class _Job:
                     self._done.release()
 
     def wait(self) -> None:
+        """Returns when every chunk is done; then lets go of the work, which a helper may find long after."""
         self._done.acquire()
+        self._work = _nothing
 
 
 class ThreadTeam:
@@ -51,6 +54,7 @@ class ThreadTeam:
         self._busy = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._started = False
+        self._dismiss = weakref.finalize(self, _send_home, self._jobs, self._helpers)
 
     def run(self, work: Callable[[int, int], None], items: int, chunks_per_thread: int = 4) -> None:
         """Calls `work(start, stop)` until every item in [0, items) is done; raises the first error of any chunk."""
@@ -71,11 +75,10 @@ class ThreadTeam:
             raise job.error
 
     def close(self) -> None:
-        """Ends the helpers. The team still works afterwards, with the caller alone."""
+        """Ends the helpers, as losing the team does. The team still works afterwards, with the caller alone."""
         with self._busy:
-            helpers, self._helpers = self._helpers, 0
-            for _ in range(helpers if self._started else 0):
-                self._jobs.put(None)
+            self._helpers = 0
+            self._dismiss()
 
     def _start(self) -> None:
         if self._started:
@@ -86,5 +89,18 @@ class ThreadTeam:
 
 
 def _help(jobs: SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
         job.take_chunks()
+        del job  # waiting for the next one must not keep this one's arrays
+
+
+def _send_home(jobs: SimpleQueue[_Job | None], helpers: int) -> None:
+    for _ in range(helpers):
+        jobs.put(None)
+
+
+def _nothing(_start: int, _stop: int) -> None:
+    """The work of a job that is done."""

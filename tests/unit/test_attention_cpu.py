@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -140,13 +143,37 @@ def test_a_busy_team_does_not_make_a_caller_wait() -> None:
     team.close()
 
 
-def test_a_team_ends_its_helpers() -> None:
-    before = threading.active_count()
+@pytest.mark.parametrize("end", ["close", "lose"])
+def test_a_team_ends_its_helpers(end: str) -> None:
+    earlier = set(threading.enumerate())
     team = ThreadTeam(3)
     team.run(lambda start, stop: None, 100)
-    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("attention-")]
-    assert threading.active_count() >= before
-    team.close()
-    for thread in helpers[-2:]:
+    helpers = [thread for thread in threading.enumerate() if thread not in earlier]
+    assert len(helpers) == 2
+    if end == "close":
+        team.close()
+    else:
+        del team
+        gc.collect()
+    for thread in helpers:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_team_lets_go_of_what_it_worked_on() -> None:
+    """An idle helper that still held a pool's arrays would keep its memory from being unmapped."""
+    team = ThreadTeam(3)
+    array = np.zeros(100)
+    alive = weakref.ref(array)
+
+    def work(start: int, stop: int, array: np.ndarray = array) -> None:
+        array[start:stop] += 1
+
+    team.run(work, 100)
+    assert (array == 1).all()
+    del work, array
+    deadline = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert alive() is None
+    team.close()
