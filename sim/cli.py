@@ -17,7 +17,7 @@ from sim.runner import Report, run, swarm
 from sim.world import make_kit
 
 
-class SeedRange(click.ParamType):
+class SeedRange(click.ParamType[range]):
     """`A:B`, the seeds A to B - 1."""
 
     name = "A:B"

@@ -40,7 +40,7 @@ IMPOSSIBLE: dict[tuple[SlotState, SlotEvent], str] = {
 
 
 def unreached(cells: Counter[Cell], reasons: Counter[str], faults: Counter[str]) -> list[str]:
-    """Names of what was never reached: `free × seal`, `digest: digest_mismatch`, `fault torn_page`."""
+    """Names of what was never reached: `free x seal`, `digest: digest_mismatch`, `fault torn_page`."""
     seen = {(state, event) for state, event, _ in cells}
     missing = [
         f"{state} x {event}"

@@ -69,7 +69,8 @@ class DecodeWorker(Worker):
     @property
     def working(self) -> bool:
         landing = any(t.due_ms is not None for t in self._transfers())
-        return bool(self.core.waiting or self.core.running or landing or not self.steps.idle)
+        pulling = not all(c.finished for c in self.copies)
+        return bool(self.core.waiting or self.core.running or landing or pulling or not self.steps.idle)
 
     def busy(self, page_id: int) -> bool:
         if page_id in self.steps.writing:

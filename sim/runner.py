@@ -65,8 +65,7 @@ class Report:
         self.events += result.events
         for violation in result.violations:
             self._fail(result.seed, violation)
-        for mine, theirs in self._sums(result):
-            mine.update(theirs)
+        self._count(result)
 
     def merge(self, other: Report) -> None:
         self.seeds += other.seeds
@@ -74,8 +73,7 @@ class Report:
         for seed, violation in other.failures:
             self._fail(seed, violation)
         self.violations += other.violations - len(other.failures)
-        for mine, theirs in self._sums(other):
-            mine.update(theirs)
+        self._count(other)
 
     def unreached(self) -> list[str]:
         return unreached(self.cells, self.reasons, self.injected)
@@ -97,11 +95,12 @@ class Report:
         if len(self.failures) < MAX_KEPT_FAILURES:
             self.failures.append((seed, violation))
 
-    def _sums(
-        self, other: RunResult | Report
-    ) -> list[tuple[Counter[Cell] | Counter[str], Counter[Cell] | Counter[str]]]:
-        names = ("operations", "injected", "cells", "reasons", "outcomes")
-        return [(getattr(self, name), getattr(other, name)) for name in names]
+    def _count(self, other: RunResult | Report) -> None:
+        self.operations.update(other.operations)
+        self.injected.update(other.injected)
+        self.cells.update(other.cells)
+        self.reasons.update(other.reasons)
+        self.outcomes.update(other.outcomes)
 
 
 def run(

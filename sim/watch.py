@@ -99,7 +99,11 @@ class WatchedGuard(Guard):
 
     def condemn(self, refs: Iterable[PageRef]) -> int:
         due = tuple(refs)
-        return self._seen(SlotEvent.CONDEMN, due, lambda: super(WatchedGuard, self).condemn(due))
+        passed = tuple(r for r in due if not self.is_live(r))
+        for ref in passed:
+            self.tally.cells[self.slot_state(ref.page_id), SlotEvent.CONDEMN, False] += 1
+        live = tuple(r for r in due if r not in passed)
+        return self._seen(SlotEvent.CONDEMN, live, lambda: super(WatchedGuard, self).condemn(due))
 
     def share(self, refs: Sequence[PageRef]) -> None:
         self._seen(SlotEvent.SHARE, tuple(refs), lambda: super(WatchedGuard, self).share(refs))
