@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstore.errors import InvalidInput
-from model.base import LanguageModel, Tokenizer
+from model.base import LanguageModel, ModelInfo, Tokenizer
 from model.gguf_file import open_gguf
 from model.hf_folder import weights_from_folder
 from model.llama import LlamaModel
 from model.probe import build_probe
 from model.tokenizer import ByteLevelTokenizer, tokenizer_from_folder, tokenizer_from_gguf
-from model.weights import Weights, default_model_path, weights_from_gguf
+from model.weights import Weights, config_of_gguf, default_model_path, revision_of_gguf, weights_from_gguf
 
 DEFAULT_MODEL = "smollm2"
 PROBE_MODEL = "probe"
@@ -39,8 +39,33 @@ def load_model(spec: str = DEFAULT_MODEL, *, linears: str = "auto") -> tuple[Lan
             f"{spec!r} is not {DEFAULT_MODEL}, {PROBE_MODEL}, a .gguf file, or a folder with config.json",
             field="model",
         )
-    name = _DEFAULT_NAME if spec == DEFAULT_MODEL else path.resolve().stem
-    return _assemble(name, weights, tokenizer, linears), tokenizer
+    return _assemble(_name(spec, path), weights, tokenizer, linears), tokenizer
+
+
+def load_identity(spec: str = DEFAULT_MODEL) -> tuple[ModelInfo, Tokenizer]:
+    """What `load_model(spec)` would say of itself, for who computes nothing. Raises as it does.
+
+    Of a GGUF file no tensor is decoded: seconds and a copy of the weights are saved. Others are loaded and dropped.
+    """
+    path = default_model_path() if spec == DEFAULT_MODEL else Path(spec)
+    if spec == PROBE_MODEL or path.suffix != ".gguf" or not path.is_file():
+        model, tokenizer = load_model(spec, linears="fp32")
+        return model.info, tokenizer
+    file = open_gguf(path)
+    config, own = config_of_gguf(file), tokenizer_from_gguf(file.fields)
+    info = ModelInfo(
+        name=_name(spec, path),
+        revision=revision_of_gguf(file, config),
+        tokenizer_digest=own.digest,
+        vocab_size=config.vocab_size,
+        context_tokens=config.context_tokens,
+        eos_token_ids=config.eos_token_ids,
+    )
+    return info, own
+
+
+def _name(spec: str, path: Path) -> str:
+    return _DEFAULT_NAME if spec == DEFAULT_MODEL else path.resolve().stem
 
 
 def _assemble(name: str, weights: Weights, tokenizer: ByteLevelTokenizer, linears: str) -> LlamaModel:

@@ -125,9 +125,20 @@ def _windows(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
         yield data[start : start + _WINDOW_BYTES]
 
 
+def config_of_gguf(file: GgufFile) -> LlamaConfig:
+    """The config of a GGUF file of architecture `llama`."""
+    return config_from_gguf(file.fields, tie_embeddings="output.weight" not in file.tensors)
+
+
+def revision_of_gguf(file: GgufFile, config: LlamaConfig) -> str:
+    """`revision_of` a GGUF file; decodes nothing."""
+    fingerprints = (fingerprint_tensor(name, str(tensor.kind), tensor.raw) for name, tensor in file.tensors.items())
+    return revision_of(config, fingerprints)
+
+
 def weights_from_gguf(file: GgufFile) -> Weights:
     """Decodes all tensors of a GGUF file of architecture `llama` to fp32 under HF names."""
-    config = config_from_gguf(file.fields, tie_embeddings="output.weight" not in file.tensors)
+    config = config_of_gguf(file)
     names = {name: _hf_name(name) for name in file.tensors}  # first of all: a refusal should not cost a decode
     tensors: dict[str, Tensor] = {}
     for name, tensor in file.tensors.items():
@@ -137,8 +148,7 @@ def weights_from_gguf(file: GgufFile) -> Weights:
         elif ".attn_k." in name:
             values = _unpermute(values, config.kv_heads)
         tensors[names[name]] = values
-    fingerprints = (fingerprint_tensor(name, str(tensor.kind), tensor.raw) for name, tensor in file.tensors.items())
-    return Weights(config, tensors, revision_of(config, fingerprints))
+    return Weights(config, tensors, revision_of_gguf(file, config))
 
 
 def _hf_name(name: str) -> str:

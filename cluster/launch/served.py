@@ -15,7 +15,6 @@ async def load_served(config: Config) -> ServedModel:
 
 def _load(config: Config) -> ServedModel:
     # Imported here: torch costs seconds, and who only talks to a cluster does not need it.
-    from model.load import load_model
+    from model.load import load_identity
 
-    model, tokenizer = load_model(config.model.path or config.model.name, linears="fp32")
-    return ServedModel(model.info, tokenizer)
+    return ServedModel(*load_identity(config.model.path or config.model.name))
