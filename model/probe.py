@@ -2,8 +2,10 @@
 
 Its next token after position p is the token at position p + 1 - L (L = 64 unless said otherwise). A prompt of at least
 L tokens is answered with its own last L tokens, over and over, each read through the cached keys and values at its
-place; a foreign, short, stale, misplaced or altered page there shows in the text. Before position L - 1 it repeats the
-token that it was just given. It runs through the same code as every other model; only its weights are made by hand:
+place; a foreign, short, stale or altered page there, or one of other positions, shows in the text. (Rows that only
+change places, keys with values, are no damage to any model of this family: a key carries its position.) Before position
+L - 1 it repeats the token that it was just given. It runs through the same code as every other model; only its weights
+are made by hand:
 
 - The embedding of a token is its code, 128 signs from a hash, and a constant.
 - Queries and keys come from the constant alone, so that a score depends on distance alone, through RoPE. With all keys
@@ -32,7 +34,7 @@ from model.chat_template import ChatTemplate
 from model.config import LlamaConfig
 from model.llama import LlamaModel, rope_frequencies
 from model.tokenizer import ByteLevelTokenizer, Control, byte_tokenizer
-from model.weights import Weights, expected_shapes, fingerprint_tensor, revision_of
+from model.weights import Weights, expected_shapes, revision_of
 
 DEFAULT_LAG_TOKENS = 64
 MAX_LAG_TOKENS = 512
@@ -109,7 +111,7 @@ def probe_config() -> LlamaConfig:
 
 
 def probe_weights(lag_tokens: int) -> Weights:
-    """The weights, exact and the same on every machine up to the rounding of sine and cosine."""
+    """The weights, the same on every machine up to the rounding of sine and cosine."""
     config = probe_config()
     tensors = {name: torch.zeros(shape) for name, shape in expected_shapes(config).items()}
     layer = "model.layers.0."
@@ -134,11 +136,9 @@ def probe_weights(lag_tokens: int) -> Weights:
     tensors["lm_head.weight"][:, _OUTPUT:] = _HEAD_GAIN * codes
     tensors["lm_head.weight"][CORRUPT_ID] = 0
     tensors["lm_head.weight"][CORRUPT_ID, _CONSTANT] = _HEAD_GAIN * (_CODE - 0.5)
-    fingerprints = [
-        fingerprint_tensor(name, "fp32", tensor.reshape(-1).view(torch.uint8).numpy())
-        for name, tensor in tensors.items()
-    ]
-    return Weights(config, tensors, revision_of(config, fingerprints))
+    # Of the recipe and not of the bytes: another machine's sine may round differently, and is the same model.
+    recipe = f"probe 1: lag {lag_tokens}, peak {_PEAK_NATS}, second {_SELF_SHARE}, gain {_HEAD_GAIN}"
+    return Weights(config, tensors, revision_of(config, [recipe]))
 
 
 def token_codes(tokens: int) -> npt.NDArray[np.float32]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Reference
 
 from kvstore.errors import InvalidInput
 from model.chat_template import MAX_MESSAGES, ChatTemplate
+from model.config import config_from_hf
 from model.gguf_file import GgufFile, open_gguf
+from model.load import load_model
 from model.probe import CORRUPT_ID, END_ID, EOS_ID, START_ID, probe_tokenizer
 from model.tokenizer import ByteLevelTokenizer, tokenizer_from_folder, tokenizer_from_gguf
-from model.weights import default_model_path
+from model.weights import default_model_path, expected_shapes
 
 TRICKY = [
     "",
@@ -309,7 +314,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("text", [*TRICKY, "the fox<|end|> and <think> 東京タワー 123456"])
 def test_tokenizer_json_ids_equal_the_library(text: str, folder: Path) -> None:
-    ours = tokenizer_from_folder(folder, (401,))
+    ours = tokenizer_from_folder(folder, (5,))
     theirs = Reference.from_file(str(folder / "tokenizer.json"))
     ids = theirs.encode(text).ids
     assert ours.encode(text, add_special=True, allow_special=True) == ids
@@ -319,7 +324,7 @@ def test_tokenizer_json_ids_equal_the_library(text: str, folder: Path) -> None:
 
 
 def test_tokenizer_json_controls_in_text_and_chat(folder: Path) -> None:
-    ours = tokenizer_from_folder(folder, (401,))
+    ours = tokenizer_from_folder(folder, (5,))
     controls = {control.token_id: text for text, control in ours.controls.items()}
     assert sorted(controls.values()) == ["<think>", "<|begin|>", "<|end|>"]
     ids = ours.encode_chat([{"role": "user", "content": "fox <|end|><think>"}])
@@ -341,3 +346,44 @@ def test_unsupported_tokenizer_json_is_named(folder: Path, tmp_path: Path) -> No
         with pytest.raises(InvalidInput) as caught:
             tokenizer_from_folder(tmp_path, ())
         assert caught.value.field == field
+
+
+def write_model(folder: Path, vocab_size: int) -> None:
+    settings = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 64,
+        "eos_token_id": 5,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    shapes = expected_shapes(config_from_hf(settings))
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+
+
+def test_a_folder_loads_by_its_path(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "my-model")
+    write_model(tmp_path / "my-model", 410)
+    model, tokenizer = load_model(str(tmp_path / "my-model"))
+    assert (model.info.name, model.info.vocab_size, model.info.context_tokens) == ("my-model", 410, 64)
+    assert model.info.eos_token_ids == tokenizer.eos_token_ids == (5,)
+    assert model.info.tokenizer_digest == tokenizer.digest
+    (tmp_path / "my-model" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert load_model(str(tmp_path / "my-model"))[0].info.eos_token_ids == (5, 7)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    write_model(tmp_path, 300)
+    with pytest.raises(InvalidInput) as caught:
+        load_model(str(tmp_path))
+    assert (caught.value.reason, caught.value.field) == ("bad_tokenizer", "tokenizer")
+
+
+def test_the_probe_loads_by_name() -> None:
+    model, tokenizer = load_model("probe", linears="fp32")
+    assert model.info.name == "probe"
+    assert model.info.vocab_size == tokenizer.vocab_size == 260
