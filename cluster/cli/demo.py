@@ -56,7 +56,7 @@ def command(
 async def demonstrate(
     config: Config, make: Callable[[Callable[[str], None]], Cluster], text: str, max_tokens: int, how: str
 ) -> int:
-    """Runs the demo on the cluster that `make(report)` gives. Returns the exit code: 0 only if all was as it must be."""
+    """Runs the demo on the cluster that `make(report)` gives. Returns 0 only if all was as it must be, else 1."""
     from cluster.cli import render
     from cluster.cli.client import connect
 
