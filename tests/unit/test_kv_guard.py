@@ -526,6 +526,8 @@ def test_the_book_survives_many_threads(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(allocator, "apply_event", slow_event)
     guard = guard_of(6)
+    (common,) = guard.allocate(9, 1)
+    guard.seal(common, 9, header_for(guard, common), 0)
 
     def live(owner: int) -> Callable[[], None]:
         rng = random.Random(owner)
@@ -539,8 +541,13 @@ def test_the_book_survives_many_threads(monkeypatch: pytest.MonkeyPatch) -> None
                 for ref in refs:
                     fill(guard, ref, [owner] * T)
                     guard.seal(ref, owner, header_for(guard, ref), 0)
-                guard.share(refs)
+                guard.share([*refs, common])
+                guard.lease([common])
+                guard.hold([common])
                 assert all(values_of(guard, r.page_id) == [owner] * T for r in refs), "a page with two owners"
+                guard.unshare([common])
+                guard.release([common])
+                guard.prove([common])
                 if rng.random() < 0.5:
                     guard.condemn(refs)
                     guard.unshare(refs)
@@ -551,6 +558,7 @@ def test_the_book_survives_many_threads(monkeypatch: pytest.MonkeyPatch) -> None
         return work
 
     in_threads(*[live(owner) for owner in range(1, 5)])
+    guard.retire([common], 9)
     assert guard.counts().free == guard.free_pages == 6
 
 
