@@ -142,17 +142,20 @@ class PageAllocator:
         self._all_or_nothing(refs, SlotEvent.HOLD, self._require_live)
 
     def unshare(self, refs: Iterable[PageRef]) -> None:
-        self._all_or_nothing(tuple(refs), SlotEvent.UNSHARE, self._require_same_life)
+        self._all_or_nothing(self._still_due(refs, "shares"), SlotEvent.UNSHARE, self._require_same_life)
 
     def release(self, refs: Iterable[PageRef]) -> None:
-        self._all_or_nothing(tuple(refs), SlotEvent.RELEASE, self._require_same_life)
+        self._all_or_nothing(self._still_due(refs, "leases"), SlotEvent.RELEASE, self._require_same_life)
 
     def prove(self, refs: Iterable[PageRef]) -> None:
         """An engine has proved that it will not touch these pages any more. The only way out of quarantine."""
-        due = tuple(refs)
-        if not self.checks.quarantine:  # then a held page may have been freed and given away: nothing is left to end
-            due = tuple(ref for ref in due if self._known(ref).holds and self._same_life(ref, self._known(ref)))
-        self._all_or_nothing(due, SlotEvent.PROVE, self._require_same_life)
+        self._all_or_nothing(self._still_due(refs, "holds"), SlotEvent.PROVE, self._require_same_life)
+
+    def _still_due(self, refs: Iterable[PageRef], count: str) -> tuple[PageRef, ...]:
+        """All refs; without quarantine a counted page may have been freed and given away: nothing is left to end."""
+        if self.checks.quarantine:
+            return tuple(refs)
+        return tuple(ref for ref in refs if getattr(self._known(ref), count) and self._same_life(ref, self._known(ref)))
 
     def _all_or_nothing(
         self, refs: Sequence[PageRef], event: SlotEvent, require: Callable[[PageRef, Slot], None]
