@@ -91,6 +91,15 @@ def test_greedy_takes_the_best_and_ties_go_to_the_lowest_id() -> None:
     assert [token.token_id for token in sample(logits, rows)] == ids
 
 
+def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [9, 2000]] = 5.0
+    row = SampleRow(SamplingParams(temperature=9.0, top_k=4, logprobs=5, seed=2), 3, 0)
+    assert [token for token, _ in sample(logits, [row])[0].top] == [9, 2000, 0, 1, 2]
+    drawn = {sample(logits, [replace(row, position=n)])[0].token_id for n in range(80)}
+    assert drawn == {9, 2000, 0, 1}
+
+
 MIXED = [
     GREEDY,
     SamplingParams(temperature=0.8, seed=11),
