@@ -154,6 +154,14 @@ def test_arrays_that_agree_in_another_order_than_the_plan_are_caught() -> None:
     assert flagged(arrays) == {0, 3}
 
 
+def test_a_position_that_comes_twice_with_all_that_belongs_to_it_is_caught() -> None:
+    """The row's middle token would be written over its first one, in the right page with the right tag."""
+    arrays = build()
+    arrays.position_N[2] = arrays.position_N[1]
+    arrays.offset_N[2] = arrays.offset_N[1]
+    assert flagged(arrays) == {1}
+
+
 def test_logits_that_moved_together_with_their_row_numbers_are_caught() -> None:
     arrays = build()
     arrays.logits_at_R[:] = arrays.logits_at_R[[1, 0, 2]]
