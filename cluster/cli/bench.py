@@ -7,9 +7,9 @@ import click
 from cluster.cli.lazy import LazyCommand, LazyGroup
 
 COMMANDS = {
-    "guard": LazyCommand("bench.guard:main", "What the page checks cost."),
+    "guard": LazyCommand("bench.guard:command", "What the page checks cost."),
     "transfer": LazyCommand("bench.transfer:main", "How fast pages move, by engine."),
-    "serve": LazyCommand("bench.serve:main", "Throughput and latency of a cluster under load."),
+    "serve": LazyCommand("bench.serve:command", "Throughput and latency of a cluster under load."),
 }
 
 
