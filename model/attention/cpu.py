@@ -194,10 +194,10 @@ def _attend_dense(query_nHD: Tensor, key_KCD: Tensor, value_KCV: Tensor, positio
             seen = max(1, min(context, int(position_q.max()) + 1))
             mask_qC = key_at_C[None, :seen] <= position_q[:, None]
             query_KGqD = query_KGnD[:, :, start : start + QUERY_BLOCK_TOKENS]
-            block_KGqV = attend(
-                query_KGqD, key_KGCD[:, :, :seen], value_KGCV[:, :, :seen], attn_mask=mask_qC, scale=scale
+            # A token whose mask hides every key gets zeros.
+            blocks.append(
+                attend(query_KGqD, key_KGCD[:, :, :seen], value_KGCV[:, :, :seen], attn_mask=mask_qC, scale=scale)
             )
-            blocks.append(torch.where(mask_qC[:, :1], block_KGqV, 0.0))  # a token that sees no key gets zeros
         out_KGnV = torch.cat(blocks, dim=2)
     # A dense kernel may answer zeros to a query that is not finite; this brings its NaN back.
     doubt_nH1 = (query_nHD * 0.0).sum(dim=-1, keepdim=True)

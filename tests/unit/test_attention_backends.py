@@ -182,11 +182,18 @@ def test_a_page_id_outside_the_pool_is_a_stale_page(name: str, row: int, page_id
 @every_backend
 @pytest.mark.parametrize("new", [1, 20], ids=["decode", "prefill"])
 def test_a_context_longer_than_the_table_is_a_stale_page(name: str, new: int) -> None:
-    case = make_case(gqa(), [new], [24])
-    run(name, case)
+    """One page further in the table is the next row's first page, with a tag that matches."""
+    case = make_case(gqa(), [new, 1], [24, 24])
+    healthy = run(name, case)
     case.read.context_len_B[0] = 25
-    assert (attend(name, case) == 0).all()
-    assert case.flags == [FLAG_KERNEL_READ]
+    case.read.position_N[new - 1] = 24
+    out = attend(name, case)
+    assert case.flags == [FLAG_KERNEL_READ, 0]
+    assert (out[:new] == 0).all()
+    assert torch.equal(out[new:], healthy[new:])
+    case.read.flags_B[0] = FLAG_ENTRY
+    attend(name, case)
+    assert case.flags == [FLAG_ENTRY, 0]
 
 
 @every_backend
@@ -277,8 +284,9 @@ def test_scores_of_any_size_keep_their_softmax(name: str) -> None:
 
 
 @every_backend
-def test_tokens_that_see_nothing_are_zeros(name: str) -> None:
-    case = make_case(gqa(), [1, 10, 0], [5, 10, 7])
+@pytest.mark.parametrize("value_width", [8, 12])
+def test_tokens_that_see_nothing_are_zeros(name: str, value_width: int) -> None:
+    case = make_case(gqa(value_width=value_width), [1, 10, 0], [5, 10, 7])
     healthy = run(name, case)
     case.read.position_N[[0, 1, 2]] = -1
     query = torch.cat([case.query_NHD, case.query_NHD[:2]])  # two tokens that no row owns

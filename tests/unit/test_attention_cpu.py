@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvstore.layout import KvFormat
+from kvstore.tables import FLAG_KERNEL_READ
 from model.attention import cpu_kernels
 from model.attention.cpu import CpuBackend
 from model.attention.reference import ReferenceBackend
@@ -79,6 +80,26 @@ def test_warm_up_leaves_nothing_to_compile(kv_format: KvFormat) -> None:
     backend.attend(1, strided, case.read, SCALE)
     assert [len(kernel.signatures) for kernel in kernels] == before
     assert not any(case.flags)
+
+
+def test_a_tag_that_moves_in_the_middle_of_a_call_leaves_nothing_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kv head of the row is done when its page moves on; the other finds out."""
+    case = make_case(gqa(kv_heads=2), [1, 1], [9, 9])
+    backend = CpuBackend(case.layout)
+    backend.write(0, case.streams, case.history)
+    healthy = backend.attend(0, case.query_NHD, case.read, SCALE)
+    kernel = cpu_kernels.attend_short
+
+    def interrupted(start: int, stop: int, *rest: object) -> None:
+        kernel(start, start + 1, *rest)
+        case.read.live_S2[case.read.page_ids_BP[0, 2], 1] += 1
+        kernel(start + 1, stop, *rest)
+
+    monkeypatch.setattr(cpu_kernels, "attend_short", interrupted)
+    out = backend.attend(0, case.query_NHD, case.read, SCALE)
+    assert case.flags == [FLAG_KERNEL_READ, 0]
+    assert (out[0] == 0).all()
+    assert torch.equal(out[1], healthy[1])
 
 
 def test_long_prefixes_are_attended_in_blocks() -> None:
