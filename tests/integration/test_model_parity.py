@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 from transformers import LlamaConfig as HfConfig
 
 from kvstore.layout import KvFormat
-from model.gguf_file import open_gguf
+from model.gguf_file import dequantize, open_gguf
 from model.llama import LlamaModel
 from model.load import load_model
 from model.tokenizer import ByteLevelTokenizer, tokenizer_from_gguf
@@ -151,6 +152,14 @@ def greedy(model: LlamaModel, prompts: list[list[int]], tokens: int) -> list[lis
             sequence: (len(prompts[sequence]) + len(answer) - 1, answer[-1:]) for sequence, answer in enumerate(answers)
         }
     return answers
+
+
+def test_the_file_decodes_as_the_reference_library_decodes_it() -> None:
+    file = open_gguf(default_model_path())
+    reader = gguf.GGUFReader(default_model_path())
+    for tensor in reader.tensors[1:30]:
+        ours = dequantize(file.tensors[tensor.name])
+        np.testing.assert_array_equal(ours, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
 
 
 def test_greedy_text_and_logits_equal_transformers(served: Served, reference: LlamaForCausalLM) -> None:
