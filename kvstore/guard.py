@@ -294,7 +294,7 @@ class Guard:
         quarantine, so that a late kernel cannot write into the next owner's page. `on_arrays` is a fault-injection
         hook that sees the packed arrays before the entry check.
         """
-        arrays = StepArrays.build(plan, self.layout.page_tokens)
+        arrays = StepArrays.build(plan, self.layout.page_tokens, seals=self.checks.rows)
         if on_arrays is not None:
             on_arrays(arrays)
         pool, flags = self._pool, arrays.flags_B

@@ -127,8 +127,8 @@ class StepArrays:
     plan: StepPlan = field(default_factory=lambda: StepPlan(0, ()))
 
     @classmethod
-    def build(cls, plan: StepPlan, page_tokens: int) -> StepArrays:
-        """Packs the plan. O(rows * pages)."""
+    def build(cls, plan: StepPlan, page_tokens: int, *, seals: bool = True) -> StepArrays:
+        """Packs the plan. O(rows * pages). Without `seals` rows cannot be checked."""
         rows = plan.rows
         counts = np.array([len(r.token_ids) for r in rows], dtype=np.int32)
         page_count_B = np.array([len(r.pages.refs) for r in rows], dtype=np.int32)
@@ -148,7 +148,7 @@ class StepArrays:
         index_N = np.where(has_page_N, index_N, 0)
         return cls(
             request_no_B=plan.request_no_B.copy(),
-            seal_B=plan.seal_B.copy(),
+            seal_B=plan.seal_B.copy() if seals else np.zeros(len(rows), dtype=np.int64),
             token_ids_N=np.fromiter((t for r in rows for t in r.token_ids), dtype=np.int64, count=len(row_N)),
             position_N=position_N,
             query_start_B1=query_start_B1,
