@@ -235,6 +235,7 @@ class Attempt:
             return
         assert self._peer is not None, "pages are only promised after the handoff was accepted"
         world.starting = (self.prefill, decode)
+        world.land()  # the fabric's clock is what its copies start from
         try:
             pull = decode.receiver.begin(self._peer, batch, self.request_no, self.start.expected)
         except GenlockError as error:

@@ -28,6 +28,7 @@ class Faults:
     duplicate_page: float = 0.0
     swapped_pages: float = 0.0
     bit_flip: float = 0.0
+    sent_twice: float = 0.0
     follow_restart: float = 0.0
     wrap_out_of_range: float = 0.0
     # prefill's stream to decode

@@ -69,6 +69,9 @@ class Laws:
             raise GenlockError("unknown_law", f"there is no law {unknown[0]!r}")
         self._enforced = enforced
 
+    def enforces(self, law: str) -> bool:
+        return law in self._enforced
+
     def broken(self, law: str, detail: str) -> None:
         assert law in LAWS, law
         if law in self._enforced:

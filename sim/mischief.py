@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvstore.errors import GenlockError, NotFound, Unavailable
+from kvstore.errors import GenlockError, LifecycleError, NotFound, Unavailable
+from kvstore.header import PageHeader
 from kvstore.ids import PageRef
-from kvstore.lifecycle import SlotState
+from kvstore.lifecycle import Slot, SlotState
 from kvstore.registry import IncarnationRegistry
 from sim.decode_side import DecodeWorker
 from sim.prefill_side import PrefillWorker
+from sim.watch import WatchedGuard
 from sim.worker import Worker
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ PERIOD_MS = 10
 RESTART_MS = 15
 HOG = 1 << 40  # owner numbers that no request has
 STRANGER = HOG + 1
+RUDE_CALLS = 4
 _BookCall = Callable[[tuple[PageRef, ...]], None]
 
 
@@ -145,25 +148,40 @@ class Mischief:
             decode.on_cancel(1 << 30)
 
     def _rude(self, worker: Worker) -> None:
-        """A call of the book that its state does not allow: refused, and nothing changes."""
-        if not worker.alive:
-            return
-        guard, rng = worker.guard, self._rng
-        page_id = rng.randrange(guard.slots)
-        slot = guard.book_slot(page_id)
-        ref = PageRef(page_id, guard._book.live_tag(page_id))
+        """Calls of the book that a slot's state does not allow: refused, and nothing changes."""
+        for _ in range(RUDE_CALLS if worker.alive else 0):
+            guard, rng = worker.guard, self._rng
+            page_id = rng.randrange(guard.slots)
+            slot = guard.book_slot(page_id)
+            ref = PageRef(page_id, guard._book.live_tag(page_id))
+            try:
+                rng.choice(_rude_calls(guard, slot))((ref,))
+            except GenlockError:
+                continue
+            self._world.laws.broken("refusal_changed_state", f"{worker.name}: a rude call was allowed")
 
-        def _retire(refs: tuple[PageRef, ...]) -> None:
-            guard.retire(refs, STRANGER)
 
-        refused: dict[SlotState, tuple[_BookCall, ...]] = {
-            SlotState.FREE: (guard.share, guard.lease, guard.hold, guard.unshare, guard.release, guard.prove, _retire),
-            SlotState.OPEN: (guard.share, guard.lease, guard.unshare, guard.release, _retire),
-            SlotState.SEALED: (_retire, lambda refs: guard.prepare_landing(refs, slot.owner)),
-            SlotState.QUARANTINED: (guard.share, guard.lease, guard.hold, _retire),
-        }
-        try:
-            rng.choice(refused[slot.state])((ref,))
-        except GenlockError:
-            return
-        self._world.laws.broken("refusal_changed_state", f"{worker.name}: a rude call was allowed")
+def _rude_calls(guard: WatchedGuard, slot: Slot) -> tuple[_BookCall, ...]:
+    """What must be refused for a page in this state, by a stranger who knows its tag."""
+
+    def retire(refs: tuple[PageRef, ...]) -> None:
+        guard.retire(refs, STRANGER)
+
+    def seal(refs: tuple[PageRef, ...]) -> None:
+        header = PageHeader(refs[0].tag, guard.layout.fingerprint, 0, 1, bytes(32))
+        guard.seal(refs[0], slot.owner, header, 0)
+
+    def land(refs: tuple[PageRef, ...]) -> None:
+        guard.prepare_landing(refs, slot.owner)
+
+    def condemn(refs: tuple[PageRef, ...]) -> None:
+        if guard.condemn(refs) == 0:
+            raise LifecycleError("passed_over")
+
+    if slot.state is SlotState.OPEN:
+        return guard.share, guard.lease, guard.unshare, guard.release, retire
+    if slot.state is SlotState.SEALED:
+        return retire, land, seal
+    if slot.state is SlotState.FREE:
+        return guard.share, guard.lease, guard.hold, guard.unshare, guard.release, guard.prove, retire, seal, condemn
+    return guard.share, guard.lease, guard.hold, retire, seal, condemn

@@ -82,11 +82,11 @@ class StepDriver:
         self._context = worker.guard.step(plan, permute)
         step = self._context.__enter__()
         self._judge_entry(step)
+        if self._dice.hit("page_taken_during"):
+            self._take_page(step.plan, "page_taken_during")
         worker.later(self._delay(), "write", self._write, step)
 
     def _write(self, step: GuardedStep) -> None:
-        if self._dice.hit("page_taken_during"):
-            self._take_page(step.plan, "page_taken_during")
         if self._dice.hit("step_fails"):
             self._step_failed(step)
             return
@@ -97,6 +97,8 @@ class StepDriver:
         self._worker.later(self._delay(), "read", self._read, step)
 
     def _read(self, step: GuardedStep) -> None:
+        if self._dice.hit("page_taken_during"):
+            self._take_page(step.plan, "page_taken_during")
         outputs = self._worker.compute.read(step, self._on_read)
         if len(outputs) > 1 and self._dice.hit("outputs_permuted"):
             outputs = outputs[1:] + outputs[:1]

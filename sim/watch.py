@@ -13,6 +13,7 @@ from kvstore.header import PageHeader
 from kvstore.ids import PageRef
 from kvstore.lifecycle import Slot, SlotEvent, SlotState
 from kvstore.tables import U8
+from kvstore.transfer.faults import Step
 from kvstore.transfer.memory import MemoryFabric, MemoryTransfer
 from sim.laws import Laws
 
@@ -157,21 +158,39 @@ class WatchedGuard(Guard):
 
 
 class WatchedFabric(MemoryFabric):
-    """Tells when the last byte of a copy has landed, or when it was given up, and which copy lands right now."""
+    """Tells when the last byte of a copy has landed, or when it was given up, and which copy lands right now.
 
-    def __init__(self, ended: Callable[[MemoryTransfer], None]) -> None:
+    `again_ms(transfer)` says how long after its end an engine sends a copy a second time; 0 for never.
+    `wake(delay_ms)` asks to be pumped then.
+    """
+
+    def __init__(
+        self,
+        ended: Callable[[MemoryTransfer], None],
+        again_ms: Callable[[MemoryTransfer], int],
+        wake: Callable[[int], None],
+    ) -> None:
         super().__init__()
+        self._wake = wake
         self._ended = ended
+        self._again_ms = again_ms
+        self._twice: dict[int, tuple[int, list[Step]]] = {}
         self.landing: MemoryTransfer | None = None
-        self.started: MemoryTransfer | None = None
 
     def enlist(self, transfer: MemoryTransfer) -> None:
         super().enlist(transfer)
-        self.started = transfer
+        again_ms = self._again_ms(transfer)
+        if again_ms:
+            self._twice[transfer.number] = again_ms, list(transfer._steps)
 
     def forget(self, transfer: MemoryTransfer) -> None:
         super().forget(transfer)
         self._ended(transfer)
+        again_ms, steps = self._twice.pop(transfer.number, (0, []))
+        if again_ms and self.landing is transfer:
+            transfer._steps, transfer.due_ms = steps, self.now_ms + again_ms
+            self._wake(again_ms)
+            super().enlist(transfer)
 
     def _land(self, due: list[MemoryTransfer]) -> int:
         due.sort(key=lambda t: (t.due_ms, t.number))

@@ -88,7 +88,7 @@ class World:
         layout = kit.layouts[self.shape.layout]
         # The same identity everywhere: a worker with another layout then differs in nothing but its layout.
         self.keyer = PrefixKeyer(SECRET, PrefixIdentity("sim", "sim", layout.fingerprint))
-        self.fabric = WatchedFabric(self._copy_ended)
+        self.fabric = WatchedFabric(self._copy_ended, self._again_ms, self._land_later)
         self.fabric.plan = self._plan_copy
         self.fabric.hooks = FaultHooks(between_halves=self._between_halves)
         self.last_ending = Ending.HONEST
@@ -139,7 +139,7 @@ class World:
             # Whatever else escapes an event is a fault of the product (or of the simulator), never a verdict.
             reason = getattr(surprise, "reason", str(surprise))
             detail = f"{type(surprise).__name__}: {reason}{_place(surprise)}"
-            return [Violation("crash", detail, self.heap.now_ms, self.heap.events)]
+            return [Violation("crash", detail, self.heap.now_ms, self.heap.events)] * self.laws.enforces("crash")
         return []
 
     def _play(self) -> None:
@@ -264,6 +264,14 @@ class World:
         if dice.hit("bit_flip"):
             return TransferFaults(bit_flips=(BitFlip(one, byte, bit),))
         return TransferFaults()
+
+    def _again_ms(self, transfer: MemoryTransfer) -> int:
+        if transfer.due_ms is None or not self.dice.hit("sent_twice"):
+            return 0
+        return self.dice.stream("sent_twice/when").randrange(1, 60)
+
+    def _land_later(self, delay_ms: int) -> None:
+        self.heap.after(delay_ms, "land-again", self.land)
 
     def land(self) -> None:
         self.fabric.pump(self.heap.now_ms)
