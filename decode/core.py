@@ -92,7 +92,7 @@ Outcome = Emitted[T] | Finished | Failed | Preempted
 class DecodeRequest:
     request_no: int
     ticket: Ticket  # of the present attempt
-    submitted_ms: int
+    queued_ms: int  # when it began to wait for pages, last
     deadline_ms: int
     tokens: list[int]  # prompt, then answer; the last one's KV may not be written yet
     pages: PageRun = field(default_factory=lambda: PageRun(()))
@@ -173,13 +173,13 @@ class DecodeCore(Generic[T]):
             # One page of headroom for a running neighbour: do not admit what must be preempted at once.
             if self._guard.free_pages < needed + (1 if self._requests else 0):
                 break
+            req.keys = self._keyer.chain(req.ticket.tenant, req.tokens, page_tokens)
             local = self._guard.allocate(req.request_no, needed)
             req.pages = PageRun(local)
-            req.keys = self._keyer.chain(req.ticket.tenant, req.tokens, page_tokens)
             del self._waiting[req.request_no]
             self._requests[req.request_no] = req
             expected = ExpectedPages(len(req.tokens), page_tokens, req.keys)
-            starts.append(StartHandoff(req.request_no, req.ticket, expected, local, now_ms - req.submitted_ms))
+            starts.append(StartHandoff(req.request_no, req.ticket, expected, local, now_ms - req.queued_ms))
         return starts
 
     def joined(self, request_no: int, first: T, now_ms: int) -> list[Outcome[T]]:
@@ -211,7 +211,7 @@ class DecodeCore(Generic[T]):
         for req in list(self._requests.values()):
             if not req.joined or req.request_no not in self._requests:
                 continue
-            if not self._grow(req, outcomes):
+            if not self._grow(req, now_ms, outcomes):
                 continue
             position = len(req.tokens) - 1
             rows.append(PlanRow(req.request_no, (req.tokens[-1],), position, req.pages))
@@ -249,19 +249,19 @@ class DecodeCore(Generic[T]):
             outcomes.append(Finished(req.request_no, reason, req.generated, req.preemptions))
         return outcomes
 
-    def _grow(self, req: DecodeRequest, outcomes: list[Outcome[T]]) -> bool:
+    def _grow(self, req: DecodeRequest, now_ms: int, outcomes: list[Outcome[T]]) -> bool:
         """Makes sure that the last token's position has a page. False if the request had to stop for now."""
         while self._guard.layout.pages_for(len(req.tokens)) > len(req.pages.refs):
             try:
                 req.pages = req.pages.extended(self._guard.allocate(req.request_no, 1))
             except NoCapacity:
                 victim = next(reversed([r for r in self._requests.values() if r.joined]))
-                self._preempt(victim, outcomes)
+                self._preempt(victim, now_ms, outcomes)
                 if victim is req:
                     return False
         return True
 
-    def _preempt(self, req: DecodeRequest, outcomes: list[Outcome[T]]) -> None:
+    def _preempt(self, req: DecodeRequest, now_ms: int, outcomes: list[Outcome[T]]) -> None:
         """Gives the pages back; the request is computed again, as a new attempt with a new id, from its tokens."""
         alone = len(self._requests) == 1
         self._end(req)
@@ -271,6 +271,7 @@ class DecodeCore(Generic[T]):
             return
         req.preemptions += 1
         req.joined = False
+        req.queued_ms = now_ms
         req.ticket = replace(
             req.ticket,
             ticket_id=self._random_bytes(16),
@@ -308,4 +309,4 @@ class DecodeCore(Generic[T]):
             try:
                 self._guard.retire((ref,), owner)
             except (StalePage, LifecycleError):
-                self._guard.counters["retire_refused"] += 1
+                self._guard.count("retire_refused")

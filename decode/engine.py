@@ -6,7 +6,7 @@ submit ─► waiting ─admit─► handoff (pull.py) ─joined─► running �
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class _Live:
     worker: str
     sink: Sink
     facts: RequestFacts = field(default_factory=RequestFacts)
-    task: asyncio.Task[None] | None = None
+    handoff: concurrent.futures.Future[None] | None = None  # of the present attempt
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,11 @@ class DecodeEngine:
             self._live[request_no] = _Live(ticket, endpoint, worker, sink)
             return request_no
 
-        return await self.loop.call(work)
+        return await self.loop.call(work, self._cancel)
 
     def cancel(self, request_no: int) -> None:
         """The caller is gone. Safe from any thread and at any time; ended requests are ignored."""
-        error = Cancelled("cancelled", "the caller went away")
-        self.loop.post_quietly(lambda: self._deliver(self.core.fail(request_no, error)))
+        self.loop.post_quietly(lambda: self._cancel(request_no))
 
     def facts(self) -> DecodeFacts:
         core = self.core
@@ -136,6 +135,9 @@ class DecodeEngine:
         )  # fmt: skip
 
     # --- on the step thread -------------------------------------------------------------------------------------
+
+    def _cancel(self, request_no: int) -> None:
+        self._deliver(self.core.fail(request_no, Cancelled("cancelled", "the caller went away")))
 
     def _turn(self) -> bool:
         now = self._clock()
@@ -186,9 +188,8 @@ class DecodeEngine:
 
     def _finish(self, outcome: Finished | Failed, live: _Live) -> None:
         del self._live[outcome.request_no]
-        if live.task is not None and self._aio is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop may be closed at the very end
-                self._aio.call_soon_threadsafe(live.task.cancel)
+        if live.handoff is not None:
+            live.handoff.cancel()  # also one whose coroutine has not begun; no effect on one that is over
         if isinstance(outcome, Finished):
             self._outcomes["ok"] += 1
             live.sink(Ended(outcome, live.facts))
@@ -200,12 +201,11 @@ class DecodeEngine:
         live = self._live[start.request_no]
         live.facts.queue_ms += start.queue_ms
         assert self._aio is not None, "started"
-        asyncio.run_coroutine_threadsafe(self._handoff(start, live), self._aio)
+        live.handoff = asyncio.run_coroutine_threadsafe(self._handoff(start, live), self._aio)
 
     # --- on the event loop ----------------------------------------------------------------------------------------
 
     async def _handoff(self, start: StartHandoff, live: _Live) -> None:
-        live.task = asyncio.current_task()
         ticket = start.ticket
 
         def ends_answer(token: SampledToken) -> bool:
@@ -214,23 +214,25 @@ class DecodeEngine:
         try:
             result = await self._handoffs.run(start, live.endpoint, live.worker, ends_answer)
         except asyncio.CancelledError:
-            return
+            # Mostly the end of the request, which is known then; else the call was closed under us.
+            self._fail_later(start.request_no, Unavailable("handoff_closed", "this worker closed the handoff's call"))
         except Exception as unexpected:
-            error = surprise(unexpected, "handoff")
-            self.loop.post_quietly(lambda: self._deliver(self.core.fail(start.request_no, error)))
-            return
-        finally:
-            live.task = None
-        self.loop.post_quietly(lambda: self._joined(start.request_no, result))
+            self._fail_later(start.request_no, surprise(unexpected, "handoff"))
+        else:
+            self.loop.post_quietly(lambda: self._joined(start, result))
 
-    def _joined(self, request_no: int, result: HandoffResult) -> None:
-        live = self._live.get(request_no)
+    def _fail_later(self, request_no: int, error: GenlockError) -> None:
+        self.loop.post_quietly(lambda: self._deliver(self.core.fail(request_no, error)))
+
+    def _joined(self, start: StartHandoff, result: HandoffResult) -> None:
+        live = self._live.get(start.request_no)
         if live is None:
             return
         facts = live.facts
         facts.queue_ms += result.prefill_queue_ms
         facts.prefill_ms += result.prefill_ms
         facts.transfer_ms += result.transfer_ms
-        facts.cached_tokens = result.cached_tokens
+        if not start.ticket.generated_tokens:  # a later attempt may find its own answer in the cache
+            facts.cached_tokens = result.cached_tokens
         facts.pages_received += result.pages if result.verified else 0
-        self._deliver(self.core.joined(request_no, result.first, self._clock()))
+        self._deliver(self.core.joined(start.request_no, result.first, self._clock()))

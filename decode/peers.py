@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from kvstore.registry import IncarnationRegistry
 from kvstore.transfer.base import Peer, PoolExport, TransferEngine
 
@@ -9,15 +11,23 @@ MAX_PEERS = 1024
 
 
 class PeerTable:
-    """Connected pools by worker name. A name that comes back with a new incarnation is a new peer."""
+    """Connected pools by worker name. A name that comes back with a new incarnation is a new peer.
+
+    Called from the threads that pull; one connects at a time, so that no peer is connected twice and one forgotten.
+    """
 
     def __init__(self, engine: TransferEngine, registry: IncarnationRegistry) -> None:
         self._engine = engine
         self._registry = registry
         self._peers: dict[int, Peer] = {}
+        self._lock = threading.Lock()
 
     def connect(self, name: str, export: PoolExport) -> Peer:
         """Raises StalePage for a dead incarnation, Unavailable or InvalidInput where the engine refuses."""
+        with self._lock:
+            return self._connect(name, export)
+
+    def _connect(self, name: str, export: PoolExport) -> Peer:
         former = self._registry.see(name, export.incarnation)
         if former is not None:
             self._drop(former)

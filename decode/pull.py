@@ -108,28 +108,25 @@ class _Attempt:
 
     async def run(self) -> HandoffResult:
         call = self._shared.stub(self._endpoint).Prefill()  # type: ignore[call-arg] # grpc.aio: written to as it goes
-        reader: asyncio.Task[None] | None = None
-        helpers: list[asyncio.Task[Any]] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
             await self._write(call, worker_pb2.PrefillCommand(ticket=ticket_to_proto(self._start.ticket)))
-            reader = asyncio.create_task(self._read(call))
-            puller = asyncio.create_task(self._pull())
-            helpers = [puller, asyncio.create_task(self._renew(call))]
-            await self._wait(reader, puller)
-            result = self._result()
-            await self._release(call, reader, suspect=False)
+            reader, puller, renewer = tasks = [
+                asyncio.create_task(work) for work in (self._read(call), self._pull(), self._renew(call))
+            ]
+            try:
+                await self._wait(reader, puller)
+                result = self._result()
+            except PageFault:
+                await self._release(call, reader, renewer, suspect=True)
+                raise
+            await self._release(call, reader, renewer, suspect=False)
             return result
-        except PageFault:
-            if reader is not None:
-                await self._release(call, reader, suspect=True)
-            raise
         finally:
-            for task in helpers:
+            for task in tasks:
                 task.cancel()
             call.cancel()
-            if reader is not None:
-                reader.cancel()
-                await asyncio.gather(reader, *helpers, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self, reader: asyncio.Task[None], puller: asyncio.Task[None]) -> None:
         """Until every page is verified, or the first token ends the answer, or something fails."""
@@ -228,19 +225,25 @@ class _Attempt:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await call.write(worker_pb2.PrefillCommand(renew=renew))
 
-    async def _release(self, call: Any, reader: asyncio.Task[None], *, suspect: bool) -> None:
+    async def _release(
+        self, call: Any, reader: asyncio.Task[None], renewer: asyncio.Task[None], *, suspect: bool
+    ) -> None:
         """Tells prefill that the pages are done with. If that cannot be told, the call's end says it."""
         accepted = self._rules.accepted
         if accepted is None:
             return
         release = worker_pb2.LeaseRelease(handoff_id=accepted.handoff_id, suspect=suspect)
+        renewer.cancel()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await asyncio.wait([renewer])  # two writes at a time are an error
                 await call.write(worker_pb2.PrefillCommand(release=release))
                 await call.done_writing()
                 await asyncio.wait([reader])
+                async for _ in call:  # where the reader gave up: a call that is cancelled first may lose the release
+                    pass
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            self._shared.guard.counters["release_lost"] += 1
+            self._shared.guard.count("release_lost")
 
     def _result(self) -> HandoffResult:
         completed = self._rules.completed

@@ -12,7 +12,7 @@ from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
 from model.base import ModelInfo
 from model.sampler import SampledToken
-from wire.convert import finish_to_proto, ticket_from_proto, token_to_proto
+from wire.convert import finish_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -39,13 +39,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             await abort_with(context, surprise(unexpected, "decode"))
 
     async def _decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
-        ticket = ticket_from_proto(request.ticket, self._info.vocab_size)
-        if ticket.model_revision != self._info.revision:
-            raise InvalidInput(
-                "model_differs", "the ticket is for another model revision", field="ticket.model_revision"
-            )
-        if ticket.tokenizer_digest != self._info.tokenizer_digest:
-            raise InvalidInput("tokenizer_differs", "the ticket's tokenizer differs", field="ticket.tokenizer_digest")
+        ticket = served_ticket(request.ticket, self._info)
         if not request.prefill_endpoint or not request.prefill_worker:
             raise InvalidInput("no_prefill_worker", "the router named no prefill worker", field="prefill_endpoint")
         loop = asyncio.get_running_loop()

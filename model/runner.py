@@ -52,7 +52,7 @@ class StepRunner:
                 if isinstance(surprise, GenlockError)
                 else GenlockError("step_failed", f"the step failed ({type(surprise).__name__})")
             )
-            self._guard.counters["step_failed"] += 1
+            self._guard.count("step_failed")
             return [Published(plan.rows[0].request_no, None, error)]
 
     def _run(self, plan: StepPlan, sampling: Mapping[int, SampleRow]) -> list[Published[SampledToken]]:

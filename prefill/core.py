@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 
 from kvstore.descriptor import PageDescriptor
 from kvstore.errors import (
-    Cancelled,
     GenlockError,
     InvalidInput,
     LifecycleError,
@@ -150,10 +149,10 @@ class PrefillCore(Generic[T]):
             raise NoCapacity("prompt_over_pool", f"the prompt needs more pages than the pool's {self._guard.slots}")
         if len(self._waiting) >= self._limits.max_waiting:
             raise NoCapacity("prefill_queue_full", f"{self._limits.max_waiting} prompts already wait for prefill")
+        keys = self._keyer.chain(ticket.tenant, ticket.token_ids, page_tokens)
         handoff_id = self._random_bytes(16)
         self.leases.grant(handoff_id, now_ms)
         self._next_request += 1
-        keys = self._keyer.chain(ticket.tenant, ticket.token_ids, page_tokens)
         seq = PrefillSequence(self._next_request, handoff_id, ticket, keys, now_ms)
         self._waiting[seq.request_no] = seq
         self._promised[handoff_id] = seq
@@ -272,7 +271,7 @@ class PrefillCore(Generic[T]):
         """The leading pages that still hold what was sealed; a page that rotted in memory is taken from everybody."""
         for i, ref in enumerate(refs):
             if not self._holds_what_was_sealed(ref):
-                self._guard.counters["cache_rotten"] += 1
+                self._guard.count("cache_rotten")
                 self._forget((ref,))
                 self._guard.condemn((ref,))
                 return refs[:i]
@@ -282,7 +281,7 @@ class PrefillCore(Generic[T]):
         desc = self._descs.get(ref)
         try:
             return desc is not None and self._guard.describe(ref, desc.logical_index) == desc
-        except PageFault:  # the rot is in the header itself
+        except (PageFault, LifecycleError):  # the rot is in the header itself, or the entry names a page that is open
             return False
 
     @staticmethod
@@ -337,7 +336,8 @@ class PrefillCore(Generic[T]):
         events.append(PageSealed(seq.request_no, desc))
 
     def _fail(self, seq: PrefillSequence, error: GenlockError) -> HandoffFailed:
-        self._drop(seq, suspect=not isinstance(error, (Cancelled, NoCapacity, Unavailable)))
+        """Pages are taken from their sharers only where a page is to blame: a kernel's surprise is the row's alone."""
+        self._drop(seq, suspect=isinstance(error, (PageFault, LifecycleError)))
         return HandoffFailed(seq.request_no, error)
 
     def _drop(self, seq: PrefillSequence, *, suspect: bool) -> None:
@@ -362,7 +362,7 @@ class PrefillCore(Generic[T]):
         try:
             self._guard.retire((ref,), owner)
         except (StalePage, LifecycleError):
-            self._guard.counters["retire_refused"] += 1
+            self._guard.count("retire_refused")
 
     def _forget(self, refs: Sequence[PageRef]) -> None:
         for ref in refs:

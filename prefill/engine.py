@@ -68,7 +68,7 @@ class PrefillEngine:
         """Queues a prompt; events reach `sink` from the step thread. Raises what `PrefillCore.submit` raises."""
         if self.draining:
             raise Unavailable("draining", "this prefill worker is draining")
-        return await self.loop.call(lambda: self._submit(ticket, sink))
+        return await self.loop.call(lambda: self._submit(ticket, sink), lambda seq: self._cancel(seq.request_no))
 
     def cancel(self, request_no: int) -> None:
         """Ends a request whose caller is gone. Safe from any thread and at any time."""

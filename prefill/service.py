@@ -13,11 +13,10 @@ from model.base import ModelInfo
 from model.sampler import SampledToken
 from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, PrefillSequence
 from prefill.engine import PrefillEngine
-from wire.convert import descriptor_to_proto, export_to_proto, ticket_from_proto, token_to_proto
+from wire.convert import descriptor_to_proto, export_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
 
 FIRST_COMMAND_S = 5.0
-MAX_QUEUED_EVENTS = 1 << 20  # pages of one prompt and two; bounds a peer that does not read
 
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
@@ -40,14 +39,9 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             await abort_with(context, surprise(unexpected, "prefill"))
 
     async def _prefill(self, commands: AsyncIterator[worker_pb2.PrefillCommand], context: Any) -> None:
-        ticket = ticket_from_proto(await self._first(commands), self._info.vocab_size)
-        if ticket.model_revision != self._info.revision:
-            raise InvalidInput(
-                "model_differs", "the ticket is for another model revision", field="ticket.model_revision"
-            )
-        if ticket.tokenizer_digest != self._info.tokenizer_digest:
-            raise InvalidInput("tokenizer_differs", "the ticket's tokenizer differs", field="ticket.tokenizer_digest")
+        ticket = served_ticket(await self._first(commands), self._info)
         loop = asyncio.get_running_loop()
+        # Bounded by what one handoff says: its pages and its end.
         events: asyncio.Queue[Event[SampledToken] | GenlockError | None] = asyncio.Queue()
 
         def sink(event: Event[SampledToken]) -> None:  # on the step thread

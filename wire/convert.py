@@ -8,7 +8,8 @@ from kvstore.errors import InvalidInput
 from kvstore.header import KEY_BYTES
 from kvstore.ids import PageRef, Tag
 from kvstore.transfer.base import PoolExport
-from model.sampler import SampledToken
+from model.base import ModelInfo
+from model.sampler import SampledToken, validate
 from model.sampling import SamplingParams
 from model.ticket import FinishReason, Ticket
 
@@ -100,6 +101,23 @@ def ticket_from_proto(message: worker_pb2.Ticket, vocab_size: int) -> Ticket:
         tokenizer_digest=message.tokenizer_digest,
         generated_tokens=message.generated_tokens,
     )
+
+
+def served_ticket(message: worker_pb2.Ticket, info: ModelInfo) -> Ticket:
+    """A ticket for the model that is served here. Raises InvalidInput naming the field: what `ticket_from_proto` and
+    `validate` refuse, another model revision, another tokenizer."""
+    ticket = ticket_from_proto(message, info.vocab_size)
+    if ticket.model_revision != info.revision:
+        raise InvalidInput("model_differs", "the ticket is for another model revision", field="ticket.model_revision")
+    if ticket.tokenizer_digest != info.tokenizer_digest:
+        raise InvalidInput("tokenizer_differs", "the ticket's tokenizer differs", field="ticket.tokenizer_digest")
+    validate(
+        ticket.sampling,
+        context_tokens=info.context_tokens,
+        prompt_tokens=ticket.prompt_tokens,
+        vocab_size=info.vocab_size,
+    )
+    return ticket
 
 
 def token_to_proto(token: SampledToken) -> worker_pb2.SampledToken:
