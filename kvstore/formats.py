@@ -11,7 +11,7 @@ A row whose absmax is below TINY_ABSMAX (its scale would be subnormal) is stored
     |x - code · scale| <= scale · (0.5 + 1e-4) + TINY_ABSMAX
 
 A row that holds NaN or infinity, or that the element type rounds to infinity, has no encoding: `encode` says so and
-the caller must store nothing and give the row up (FLAG_KERNEL_WRITE), since a silently stored NaN would poison every
+the caller must store nothing and give the row up (FLAG_NONFINITE), since a silently stored NaN would poison every
 later read of the page.
 
 Legend: S slots, K kv heads, T page tokens, D width of a stream, R rows of any shape.

@@ -52,7 +52,8 @@ class WriteTable:
     """Rows of pages that the packed tokens of one step are written to.
 
     A kernel must compare `live_S2[slot_N]` with `expected_N2` before it stores a token's KV; where they differ it
-    ORs FLAG_KERNEL_WRITE into `flags_B[row_N]` and stores nothing. Tokens of flagged rows are skipped.
+    ORs FLAG_KERNEL_WRITE into `flags_B[row_N]` and stores nothing; a key or value that is not finite
+    gets FLAG_NONFINITE and is not stored either. Tokens of flagged rows are skipped.
     """
 
     layout: PageLayout

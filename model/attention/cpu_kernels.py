@@ -19,7 +19,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from kvstore.formats import INT8_MAX, SCALE_MAX, TINY_ABSMAX
-from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE
+from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE, FLAG_NONFINITE
 
 # Rows with at most this many new tokens are attended page by page, token by token, straight from the codes; longer
 # ones are decoded once and handed to a dense kernel.
@@ -299,9 +299,11 @@ def write_tokens(
         good = 0 <= slot < live_S2.shape[0] and 0 <= offset < page_tokens
         if good and check_tags:
             good = live_S2[slot, 0] == expected_N2[n, 0] and live_S2[slot, 1] == expected_N2[n, 1]
-        good = good and max(_largest_bits(key_bits_NKD[n]), _largest_bits(value_bits_NKV[n])) < _INFINITY_BITS
         if not good:
             flags_B[row] |= FLAG_KERNEL_WRITE
+            continue
+        if max(_largest_bits(key_bits_NKD[n]), _largest_bits(value_bits_NKV[n])) >= _INFINITY_BITS:
+            flags_B[row] |= FLAG_NONFINITE
             continue
         for head in range(key_NKD.shape[1]):
             at = head * page_tokens + offset

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from kvstore.formats import INT8_MAX, SCALE_MAX, TINY_ABSMAX
-from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE
+from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE, FLAG_NONFINITE
 
 _READ = tl.constexpr(FLAG_KERNEL_READ)
 _WRITE = tl.constexpr(FLAG_KERNEL_WRITE)
+_NONFINITE = tl.constexpr(FLAG_NONFINITE)
 _INT8_MAX = tl.constexpr(float(INT8_MAX))
 _SCALE_MAX = tl.constexpr(float(SCALE_MAX))
 _TINY_ABSMAX = tl.constexpr(float(TINY_ABSMAX))
@@ -112,8 +113,8 @@ def write_tokens(
         key_KD = _rounded(key_KD, codes_SW.dtype.element_ty)
         value_KV = _rounded(value_KV, codes_SW.dtype.element_ty)
         top = tl.maximum(top, tl.maximum(_largest_bits(key_KD), _largest_bits(value_KV)))
-        good = good & (top < _INFINITY_BITS)
-        if good:
+        finite = top < _INFINITY_BITS
+        if good & finite:
             _store_stream(
                 key_KD, codes_SW, scales_SW, slot, slot_bytes, key_start, key_scales, offset, K, T, D, K_PAD, D_PAD,
                 SCALED, CODE_BYTES,
@@ -123,7 +124,7 @@ def write_tokens(
                 V_PAD, SCALED, CODE_BYTES,
             )  # fmt: skip
         else:
-            tl.atomic_or(flags_B + row, _WRITE)
+            tl.atomic_or(flags_B + row, tl.where(good, _NONFINITE, _WRITE))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvstore import formats
 from kvstore.layout import AttentionKind, PageLayout
-from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE, I64, ReadTable, WriteTable
+from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE, FLAG_NONFINITE, I64, ReadTable, WriteTable
 from model.attention.checks import require_layer, require_query, require_streams, value_width
 
 F64 = npt.NDArray[np.float64]
@@ -47,8 +47,11 @@ class ReferenceBackend:
             if table.flags_B[row]:
                 continue
             finite = all(part.finite_R[token].all() for part in encoded)
-            if not finite or not self._may_write(table, token):
+            if not self._may_write(table, token):
                 table.flags_B[row] |= FLAG_KERNEL_WRITE
+                continue
+            if not finite:
+                table.flags_B[row] |= FLAG_NONFINITE
                 continue
             slot, offset = int(table.slot_N[token]), int(table.offset_N[token])
             for index, part in enumerate(encoded):

@@ -16,7 +16,7 @@ from kvstore.digest import Digester
 from kvstore.digest_triton import TritonDigester
 from kvstore.errors import InvalidInput
 from kvstore.layout import HEADER_BYTES, KvFormat
-from kvstore.tables import FLAG_KERNEL_WRITE
+from kvstore.tables import FLAG_NONFINITE
 from model.attention.gpu import TritonBackend
 from model.attention.reference import ReferenceBackend
 from tests.unit.attention_cases import SCALE, gqa, make_case, poison
@@ -58,4 +58,4 @@ def test_short_elements(element: str) -> None:
     torch.testing.assert_close(out, reference.attend(0, case.query_NHD, case.read, SCALE), rtol=2e-5, atol=2e-5)
     case.streams[0][0, 0, 0] = 3.4e38  # rounds to infinity in either element
     backend.write(0, case.streams, case.history)
-    assert case.flags == [FLAG_KERNEL_WRITE, 0]
+    assert case.flags == [FLAG_NONFINITE, 0]

@@ -1,0 +1,42 @@
+"""The documents name what is there."""
+
+from __future__ import annotations
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("kvstore", "model", "wire", "prefill", "decode", "cluster", "sim", "bench")
+
+
+def tracked(*folders: str) -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    return subprocess.run(
+        ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def test_architecture_lists_every_file() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    missing = [f for f in tracked(*ROOMS) if f.endswith(".py") and (ROOT / f).exists() and f"`{f}`" not in text]
+    assert not missing, f"run .ci/list_files: {missing}"
+
+
+def test_dependencies_are_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "docs/dependencies.md").read_text()
+    groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
+    groups.append(project["dependency-groups"]["dev"])
+    names = {spec.split("[")[0].split("=")[0].split(">")[0].split("<")[0].strip() for group in groups for spec in group}
+    assert not [name for name in sorted(names) if f"`{name}`" not in text]
+
+
+def test_functions_and_files_are_short() -> None:
+    """Files under 500 lines; generated code apart."""
+    long = {f: n for f in tracked(*ROOMS, "tests") if f.endswith(".py") and (ROOT / f).exists()
+            if (n := (ROOT / f).read_text().count("\n")) > 500}  # fmt: skip
+    assert not long
