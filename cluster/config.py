@@ -45,9 +45,11 @@ def _setting(
     choices: tuple[str, ...] = (),
     secret: bool = False,
     check: Callable[[Any], str] | None = None,
+    empty: Any = None,
 ) -> Any:
-    """A field with its rules. `check` returns what is wrong with a value, or an empty text."""
-    rules = {"doc": doc, "low": low, "high": high, "choices": choices, "secret": secret, "check": check}
+    """A field with its rules. `check` returns what is wrong with a value, or an empty text; `empty` is what a blank
+    text means where it means anything."""
+    rules = {"doc": doc, "low": low, "high": high, "choices": choices, "secret": secret, "check": check, "empty": empty}
     return field(default=default, metadata=rules)
 
 
@@ -118,12 +120,19 @@ class WorkersConfig:
 class ApiConfig:
     host: str = _setting("127.0.0.1", "Address that the gateway listens on.", check=_not_blank)
     port: int = _setting(50051, "Port of the gateway; 0: any free one.", low=0, high=65_535)
+    http_host: str = _setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API.", check=_not_blank)
+    http_port: int = _setting(
+        8000, "Port of the HTTP API; 0: any free one; -1 or empty: off.", low=-1, high=65_535, empty=-1
+    )
     max_requests: int = _setting(64, "Most requests that run at once in this gateway.", low=1, high=65_536)
     retry_after_ms: int = _setting(500, "Retry delay told to a refused caller.", low=1, high=600_000)
     max_prompt_bytes: int = _setting(2 << 20, "Longest prompt text, all messages together.", low=1, high=256 << 20)
     max_message_bytes: int = _setting(16 << 20, "Longest request message on the wire.", low=1 << 10, high=512 << 20)
     default_deadline_ms: int = _setting(300_000, "Deadline of a request that names none.", low=1, high=86_400_000)
     max_deadline_ms: int = _setting(3_600_000, "Longest deadline; later ones are cut to it.", low=1, high=86_400_000)
+    default_max_tokens: int = _setting(
+        128, "Longest answer of a request that names no max_tokens.", low=1, high=1 << 24
+    )
     tenants_file: str = _setting("", "File of tenants and digests of their tokens; empty: one tenant, no token.")
 
 
@@ -273,7 +282,8 @@ def _parse(key: str, raw: object, spec: dataclasses.Field[Any], source: str) -> 
         shown = MASK if rules["secret"] else repr(raw)[:80]
         return InvalidInput("bad_setting", f"{key} = {shown} ({source}): {fix}", field=key)
 
-    value = _typed(raw, type(spec.default))
+    blank = rules["empty"] is not None and (raw is None or (isinstance(raw, str) and not raw.strip()))
+    value = rules["empty"] if blank else _typed(raw, type(spec.default))
     if value is None:
         raise bad(f"must be {_KINDS[type(spec.default)]}")
     if rules["choices"] and value not in rules["choices"]:

@@ -5,6 +5,7 @@ Shape suffixes: N packed tokens, R rows that want logits, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,9 +67,15 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> list[int]:
         """Ids of a rendered chat: the template's own control markers are control tokens, those that stand inside a
-        message are plain text. This is the way from messages to ids; encoding `render_chat`'s text is not.
+        message or a tool are plain text. This is the way from messages to ids; encoding `render_chat`'s text is not.
         Raises as `render_chat` does."""
         ...
 

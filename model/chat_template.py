@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, meta
 from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,6 +27,7 @@ MAX_CONTENT_CHARS = 4 << 20
 MAX_TEMPLATE_CHARS = 256 << 10
 MAX_OVERHEAD_CHARS = 64 << 10  # what a template may add, over twice the messages
 _MAX_REPEAT = 1 << 16
+_TOOL_GROWTH = 4  # indented JSON is longer
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD
 
 
@@ -52,12 +53,22 @@ class ChatTemplate:
     bos_token: str = ""
     eos_token: str = ""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> RenderedChat:
-        """Raises InvalidInput: `bad_messages`, `bad_role` (field `messages[i].role`) or `bad_chat_template`."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> RenderedChat:
+        """`tools`: JSON objects that are shown to the model. Raises InvalidInput: `bad_messages`, `bad_role` (field
+        `messages[i].role`), `tools_unsupported` (field `tools`) or `bad_chat_template`."""
         check_messages(messages)
-        mark = _unused_character("".join(value for message in messages for value in message.values()))
+        if tools and not self.takes_tools:
+            raise InvalidInput("tools_unsupported", "this model's chat template shows no tools", field="tools")
+        shown = json.dumps(tools, ensure_ascii=False) if tools else ""
+        mark = _unused_character("".join([shown, *(value for message in messages for value in message.values())]))
         marked = [self._mark(message, mark) for message in messages]
-        size = sum(len(value) for message in marked for value in message.values())
+        size = sum(len(value) for message in marked for value in message.values()) + _TOOL_GROWTH * len(shown)
         limit = 2 * size + MAX_OVERHEAD_CHARS
         parts: list[str] = []
         try:
@@ -66,7 +77,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
-                tools=None,
+                tools=[self._mark_json(tool, mark) for tool in tools] or None,
                 documents=None,
             ):
                 parts.append(part)
@@ -78,6 +89,12 @@ class ChatTemplate:
         except Exception as error:  # a template may fail in any way that Python can
             raise _refused(f"{type(error).__name__}: {error}") from error
         return RenderedChat("".join(parts), mark)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template looks at `tools` at all. Raises InvalidInput (`bad_chat_template`)."""
+        self._template  # noqa: B018 # one that cannot be compiled is refused
+        return "tools" in meta.find_undeclared_variables(_environment().parse(self.source))
 
     @cached_property
     def _template(self) -> Template:
@@ -101,6 +118,16 @@ class ChatTemplate:
         return {
             key: value if key == "role" else self._markers.sub(rf"{mark}\g<0>", value) for key, value in message.items()
         }
+
+    def _mark_json(self, value: object, mark: str) -> object:
+        """The same for a tool: its names and texts are a user's words too."""
+        if isinstance(value, str):
+            return value if self._markers is None else self._markers.sub(rf"{mark}\g<0>", value)
+        if isinstance(value, Mapping):
+            return {str(self._mark_json(key, mark)): self._mark_json(item, mark) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self._mark_json(item, mark) for item in value]
+        return value
 
 
 def check_messages(messages: Sequence[Mapping[str, str]]) -> None:

@@ -75,9 +75,15 @@ class ByteLevelTokenizer:
             return ids + self._encode_split(text, self._controls)
         return ids + self._encode_plain(text)
 
-    def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> list[int]:
         """See `Tokenizer.encode_chat`."""
-        chat = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        chat = self.template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         if self._controls is None:
             return self._encode_plain(chat.text)
         return self._encode_split(chat.marked, self._controls, chat)

@@ -1,12 +1,12 @@
 """The API front. One request passes, in this order:
 
-wire.py       bytes become a message, or a typed refusal
 admission.py  every field is checked, before any worker is called (pure)
 prompt.py     text and messages become token ids, once
 fleet.py      which workers are there (pure)
 choice.py     one stream from decode: checked, detokenized, cut at stop strings
 text.py       tokens to text without half characters and without leaked stop strings (pure)
-service.py    the request itself: deadline, cancel, n answers, outcome
+path.py       the request itself, for every door: deadline, cancel, n answers, outcome
+service.py    the gRPC door
 operator.py   what operators ask
 server.py     all of it behind one port
 """

@@ -6,6 +6,7 @@ Errors are InvalidInput whose `field` is the path in the request message, as `sa
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +22,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_NAME_CHARS = 256
+MAX_TOOLS = 128
+MAX_TOOL_DEPTH = 32
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
 DEFAULT_MAX_TOKENS = 128
@@ -33,16 +37,19 @@ ROLES = ("system", "user", "assistant", "tool")
 class Turn:
     role: str
     content: str
+    name: str = ""
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Exactly one of the three is set. `field` is its path in the request."""
+    """Exactly one of text, turns and ids is set. `field` is its path in the request; `tools` are JSON objects."""
 
     field: str
     text: str | None = None
     turns: tuple[Turn, ...] | None = None
     token_ids: tuple[int, ...] | None = None
+    tools: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,9 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits, limits: ApiCo
     )
 
 
-def fit_sampling(draft: Draft, prompt_tokens: int, model: ModelLimits) -> SamplingParams:
+def fit_sampling(
+    draft: Draft, prompt_tokens: int, model: ModelLimits, default_max_tokens: int = DEFAULT_MAX_TOKENS
+) -> SamplingParams:
     """The draft's sampling with `max_tokens` settled. Raises InvalidInput when prompt and answer do not fit."""
     field = draft.prompt.field
     if prompt_tokens < 1:
@@ -116,7 +125,7 @@ def fit_sampling(draft: Draft, prompt_tokens: int, model: ModelLimits) -> Sampli
             f"is {wanted}, but after a prompt of {prompt_tokens} tokens only {room} fit the context of "
             f"{model.context_tokens}",
         )
-    max_tokens = min(DEFAULT_MAX_TOKENS, room) if wanted is None else wanted
+    max_tokens = min(default_max_tokens, room) if wanted is None else wanted
     if draft.sampling.min_tokens > max_tokens:
         raise _bad(
             "bad_min_tokens",
@@ -153,7 +162,7 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelL
             raise _bad("empty_prompt", "text", "must not be empty")
         return Prompt("text", text=request.text)
     if kind == "chat":
-        return Prompt("chat", turns=_turns(request.chat, limits))
+        return Prompt("chat", turns=_turns(request.chat, limits), tools=_tools(request.chat))
     if kind == "tokens" and isinstance(request, pb.GenerateRequest):
         return Prompt("tokens", token_ids=_token_ids(request.tokens, model))
     raise _bad("no_prompt", "prompt", "is missing: set text, chat or tokens")
@@ -164,14 +173,46 @@ def _turns(chat: pb.ChatPrompt, limits: ApiConfig) -> tuple[Turn, ...]:
         raise _bad("no_messages", "chat.messages", "must hold at least one message")
     if len(chat.messages) > MAX_MESSAGES:
         raise _bad("too_many_messages", "chat.messages", f"must hold at most {MAX_MESSAGES} messages")
-    turns = tuple(Turn(message.role, message.content) for message in chat.messages)
-    _check_size(sum(len(turn.content.encode()) for turn in turns), "chat.messages", limits)
+    turns = tuple(Turn(one.role, one.content, one.name, one.tool_call_id) for one in chat.messages)
+    size_bytes = sum(len(turn.content.encode()) for turn in turns) + sum(len(tool.encode()) for tool in chat.tools)
+    _check_size(size_bytes, "chat.messages", limits)
     for index, turn in enumerate(turns):
         if turn.role not in ROLES:
             raise _bad(
                 "bad_role", f"chat.messages[{index}].role", f"must be one of {', '.join(ROLES)}; is {turn.role[:40]!r}"
             )
+        for name, value in (("name", turn.name), ("tool_call_id", turn.tool_call_id)):
+            if len(value) > MAX_NAME_CHARS:
+                raise _bad(f"bad_{name}", f"chat.messages[{index}].{name}", f"is over {MAX_NAME_CHARS} characters")
     return turns
+
+
+def _tools(chat: pb.ChatPrompt) -> tuple[str, ...]:
+    if len(chat.tools) > MAX_TOOLS:
+        raise _bad("too_many_tools", "chat.tools", f"holds {len(chat.tools)}; at most {MAX_TOOLS}")
+    for index, text in enumerate(chat.tools):
+        try:
+            tool = json.loads(text)
+            fits = isinstance(tool, dict) and _depth(tool) <= MAX_TOOL_DEPTH
+        except (ValueError, RecursionError):
+            fits = False
+        if not fits:
+            raise _bad("bad_tool", f"chat.tools[{index}]", f"must be a JSON object of at most {MAX_TOOL_DEPTH} levels")
+    return tuple(chat.tools)
+
+
+def _depth(value: object) -> int:
+    """Levels of a JSON value, without recursion; stops above the limit."""
+    levels, depth = [value], 0
+    while levels and depth <= MAX_TOOL_DEPTH:
+        depth += 1
+        levels = [
+            child
+            for item in levels
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth
 
 
 def _token_ids(tokens: pb.TokenPrompt, model: ModelLimits) -> tuple[int, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 
-from cluster.gateway.admission import Prompt
+from cluster.gateway.admission import Prompt, Turn
 from cluster.gateway.served import GatewayTokenizer
 from kvstore.errors import InvalidInput, NoCapacity
 
@@ -50,16 +51,22 @@ class PromptEncoder:
         try:
             if prompt.text is not None:
                 return self._tokenizer.encode(prompt.text)
-            turns = [{"role": turn.role, "content": turn.content} for turn in prompt.turns or ()]
-            return self._tokenizer.encode_chat(turns)
+            tools = [json.loads(tool) for tool in prompt.tools]
+            return self._tokenizer.encode_chat([_message(turn) for turn in prompt.turns or ()], tools=tools)
         except InvalidInput as error:
             # The tokenizer does not know the request's message; `messages[0].role` there is `chat.messages[0].role`.
-            inner = error.field if error.field.startswith("messages") else ""
+            inner = error.field if error.field.startswith(("messages", "tools")) else ""
             field = f"{prompt.field.split('.')[0]}.{inner}" if inner else prompt.field
             raise InvalidInput(error.reason, error.message, field=field) from error
+
+
+def _message(turn: Turn) -> dict[str, str]:
+    """As chat templates know it: names only where there are any."""
+    optional = {"name": turn.name, "tool_call_id": turn.tool_call_id}
+    return {"role": turn.role, "content": turn.content, **{key: value for key, value in optional.items() if value}}
 
 
 def _chars(prompt: Prompt) -> int:
     if prompt.text is not None:
         return len(prompt.text)
-    return sum(len(turn.content) for turn in prompt.turns or ())
+    return sum(len(turn.content) for turn in prompt.turns or ()) + sum(len(tool) for tool in prompt.tools)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,8 +19,12 @@ class GatewayTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """Ids of the rendered chat template. What users wrote never becomes a control token."""
+        ...
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What one token adds to the text."""
         ...
 
     def token_text(self, token_id: int) -> str: ...

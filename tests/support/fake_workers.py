@@ -37,13 +37,20 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, tools: Sequence[object] = ()
+    ) -> list[int]:
         if self.refuse is not None:
             raise self.refuse
+        if tools:
+            raise InvalidInput("tools_unsupported", "this model's chat template shows no tools", field="tools")
         return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
 
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
         return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id) if token_id < 128 else f"<{token_id}>"

@@ -1,0 +1,253 @@
+"""The way of one request through the gateway, the same for every door.
+
+1 identity   the tenant, from the credential
+2 admission  every field, then the prompt's tokens
+3 route      a decode and a prefill worker for each answer
+4 stream     n calls to decode, their messages as they come
+5 outcome    counted once, whatever happened
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cluster.config import ApiConfig
+from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
+from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.fleet import Claim
+from cluster.gateway.state import GatewayState
+from cluster.router import Route, route_many
+from genlock.v1 import inference_pb2 as pb
+from genlock.v1 import worker_pb2
+from kvstore.errors import DeadlineExceeded, GenlockError, Unavailable
+from model.sampling import SamplingParams
+from wire.errors import as_genlock_error
+
+OK = "ok"
+MAX_BUFFERED_MESSAGES = 64
+
+
+class Call(Protocol):
+    """One request at a door, gRPC's or HTTP's."""
+
+    @property
+    def label(self) -> str:
+        """The caller's own name for the request; Abort finds it by this."""
+        ...
+
+    def metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """What the authenticator reads."""
+        ...
+
+    def remaining_s(self) -> float | None:
+        """Time until the caller's deadline; None when the caller named none."""
+        ...
+
+    async def request(self) -> pb.GenerateRequest:
+        """Asked for once, when the caller is known and counted. Raises GenlockError."""
+        ...
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        """Waits while the client does not read."""
+        ...
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that may go to workers."""
+
+    draft: Draft
+    tenant: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    received_ms: float
+    deadline_ms: float
+
+
+class RequestPath:
+    """Runs requests of all doors of one gateway."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def run(self, call: Call) -> None:
+        """Returns when every answer is written whole. Raises GenlockError, or CancelledError when the task that runs
+        this was cancelled: then, before this is through, the calls to decode are cancelled."""
+        outcome = "internal"
+        try:
+            await self._bounded(call)
+            outcome = OK
+        except GenlockError as error:
+            outcome = error.reason
+            if isinstance(error, Unavailable):
+                self._state.look_again()
+            raise
+        except asyncio.CancelledError:
+            remaining = call.remaining_s()
+            outcome = "deadline_exceeded" if remaining is not None and remaining <= 0 else "cancelled"
+            raise
+        except Exception as exc:
+            outcome = as_genlock_error(exc).reason
+            raise
+        finally:
+            self._state.outcomes[outcome] += 1
+
+    async def _bounded(self, call: Call) -> None:
+        """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
+        state = self._state
+        received_ms = state.sources.now_ms()
+        tenant = state.authenticator.caller(call.metadata()).tenant
+        task = asyncio.current_task()
+        assert task is not None
+        running = state.enter((tenant, call.label), task)
+        limit_ms = deadline_ms(state.config.api, call.remaining_s())
+        try:
+            async with asyncio.timeout(limit_ms / 1000):
+                await self._run(call, tenant, received_ms, received_ms + limit_ms)
+        except TimeoutError as error:
+            raise DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms") from error
+        except asyncio.CancelledError:
+            if running.stopped_by is None:
+                raise
+            task.uncancel()
+            raise running.stopped_by from None
+        finally:
+            state.running.discard(running)
+
+    async def _run(self, call: Call, tenant: str, received_ms: float, deadline_ms: float) -> None:
+        state = self._state
+        draft = check_request(await call.request(), state.limits, state.config.api)
+        token_ids = tuple(await state.encoder.encode(draft.prompt))
+        sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
+        if not draft.seed_given:
+            sampling = replace(sampling, seed=int.from_bytes(state.sources.random_bytes(8), "little"))
+        admitted = Admitted(draft, tenant, token_ids, sampling, received_ms, deadline_ms)
+        with ExitStack() as cleanup:
+            choices = self._open(admitted, cleanup)
+            async with aclosing(merged(choices)) as messages:
+                async for message in messages:
+                    await call.write(message)
+
+    def _open(self, admitted: Admitted, cleanup: ExitStack) -> list[Choice]:
+        """Opens all streams; `cleanup` cancels them and gives the load back, at once and without waiting."""
+        state = self._state
+        prompt_tokens, most = len(admitted.token_ids), len(admitted.token_ids) + admitted.sampling.max_tokens
+        routes = route_many(
+            state.fleet.view(state.ledger.loads),
+            most,
+            admitted.draft.choices,
+            retry_after_ms=state.config.api.retry_after_ms,
+        )
+        server_id = state.sources.random_bytes(8).hex()
+        choices = []
+        for index, chosen in enumerate(routes):
+            decode_claim = state.ledger.claim(chosen.decode.worker_id, most)
+            cleanup.callback(decode_claim.release)
+            prefill_claim = state.ledger.claim(chosen.prefill.worker_id, prompt_tokens)
+            cleanup.callback(prefill_claim.release)
+            choice = self._open_choice(admitted, server_id, index, chosen, prefill_claim)
+            cleanup.callback(choice.cancel)
+            choices.append(choice)
+        return choices
+
+    def _open_choice(
+        self, admitted: Admitted, server_id: str, index: int, chosen: Route, prefill_claim: Claim
+    ) -> Choice:
+        state, info = self._state, self._state.served.info
+        sampling = replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index))
+        ticket = worker_pb2.Ticket(
+            ticket_id=state.sources.random_bytes(16),
+            tenant=admitted.tenant,
+            token_ids=admitted.token_ids,
+            sampling=sampling_message(sampling),
+            model_revision=info.revision,
+            tokenizer_digest=state.served.tokenizer.digest,
+        )
+        request = worker_pb2.DecodeRequest(
+            ticket=ticket, prefill_endpoint=chosen.prefill.endpoint, prefill_worker=chosen.prefill.worker_id
+        )
+        remaining_s = max(admitted.deadline_ms - state.sources.now_ms(), 1.0) / 1000
+        spec = ChoiceSpec(
+            request_id=admitted.draft.request_id,
+            server_id=server_id,
+            index=index,
+            stream=admitted.draft.stream,
+            sampling=sampling,
+            prompt_tokens=len(admitted.token_ids),
+            decode_worker=chosen.decode.worker_id,
+            prefill_worker=chosen.prefill.worker_id,
+        )
+        return Choice(
+            spec,
+            state.decode_stub(chosen.decode.endpoint).Decode(request, timeout=remaining_s),
+            state.served.tokenizer,
+            state.checks,
+            state.sources.now_ms,
+            admitted.received_ms,
+            on_first_token=prefill_claim.release,
+        )
+
+
+def deadline_ms(api: ApiConfig, remaining_s: float | None) -> float:
+    """How long a request may take."""
+    if remaining_s is None:
+        return float(api.default_deadline_ms)
+    return min(max(remaining_s, 0.0) * 1000, float(api.max_deadline_ms))
+
+
+def sampling_message(sampling: SamplingParams) -> worker_pb2.Sampling:
+    """The sampling of a ticket. Stop strings stay in the gateway."""
+    return worker_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+    )
+
+
+async def merged(choices: Sequence[Choice]) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """All answers' messages as they come. The first failure ends all of them."""
+    if len(choices) == 1:
+        async for message in choices[0].messages():
+            yield message
+        return
+    # Bounded: a client that reads slowly slows its own streams, and nothing piles up here.
+    queue: asyncio.Queue[pb.GenerateResponse | Exception | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async for message in choice.messages():
+                await queue.put(message)
+        except Exception as exc:
+            await queue.put(exc)
+        else:
+            await queue.put(None)
+
+    pumps = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        left = len(pumps)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for choice in choices:
+            choice.cancel()
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
