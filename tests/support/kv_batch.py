@@ -15,6 +15,7 @@ from tests.support.kv_world import (
     NEIGHBOUR,
     OWNER,
     Moments,
+    T,
     history,
     make_guard,
     next_token,
