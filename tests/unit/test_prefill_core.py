@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -547,23 +548,17 @@ def test_random_lives_end_at_the_baseline(seed):
         act = rng.random()
         if act < 0.3:
             base = rng.choice((1, 1, 1, 40))
-            try:
-                live.append(side.submit((*prompt(base, rng.randrange(1, 3 * T)), rng.randrange(100, 104)),
-                                        tenant=rng.choice("ab")))  # fmt: skip
-            except NoCapacity:
-                pass
+            ids = (*prompt(base, rng.randrange(1, 3 * T)), rng.randrange(100, 104))
+            with contextlib.suppress(NoCapacity):
+                live.append(side.submit(ids, tenant=rng.choice("ab")))
         elif act < 0.6 and live:
             seq = live.pop(rng.randrange(len(live)))
             kind = rng.random()
-            try:
+            with contextlib.suppress(NotFound):
                 if kind < 0.3:
                     side.core.cancel(seq.request_no)
-                elif kind < 0.9:
-                    side.core.release(seq.handoff_id)
                 else:
-                    side.core.release(seq.handoff_id, suspect=True)
-            except NotFound:
-                pass
+                    side.core.release(seq.handoff_id, suspect=kind >= 0.9)
         before = set(side.done)
         side.step()
         for number in set(side.done) - before:
