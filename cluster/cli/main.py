@@ -20,6 +20,7 @@ COMMANDS = {
     "status": LazyCommand("cluster.cli.status:command", "Workers, pools, checks and outcomes."),
     "config": LazyCommand("cluster.cli.config:command", "Effective settings and where each one came from."),
     "selftest": LazyCommand("cluster.selftest.cli:command", "Check this installation with injected faults."),
+    "sim": LazyCommand("sim.cli:sim_command", "Search for broken promises in simulated clusters, seed by seed."),
     "bench": LazyCommand("cluster.cli.bench:command", "Measure on this machine."),
 }
 
