@@ -27,7 +27,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
-MAX_SEED = (1 << 63) - 1
+MAX_TOP_K = (1 << 31) - 1
+MAX_SEED = (1 << 64) - 1  # the API takes any unsigned 64-bit number
 
 NO_TOKEN = -1
 _MIN_TEMPERATURE = 1e-6  # below it, as at it: the best token alone
@@ -181,7 +182,7 @@ def validate(params: SamplingParams, *, context_tokens: int, prompt_tokens: int,
     _check_number(params.top_p, "top_p", 0, 1, above=True)
     _check_number(params.min_p, "min_p", 0, 1)
     _check_number(params.repetition_penalty, "repetition_penalty", 0, MAX_REPETITION_PENALTY, above=True)
-    _check_int(params.top_k, "top_k", 0, MAX_SEED)
+    _check_int(params.top_k, "top_k", 0, MAX_TOP_K)
     _check_int(params.seed, "seed", 0, MAX_SEED)
     room = context_tokens - prompt_tokens
     _check_int(params.max_tokens, "max_tokens", 1, room, f" (context {context_tokens}, prompt {prompt_tokens})")
