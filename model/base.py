@@ -85,6 +85,10 @@ class Tokenizer(Protocol):
         """The raw text of one token, for logprobs."""
         ...
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that one token adds to the text; b"" for an id outside the vocabulary."""
+        ...
+
     def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The chat as text, for people to read. Raises InvalidInput: bad_chat_template, bad_role or bad_messages."""
         ...

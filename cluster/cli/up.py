@@ -36,15 +36,24 @@ Ctrl-C drains and stops; a second Ctrl-C does not wait for running requests."""
 @cluster_options
 @click.option("--host", help="Address of the gateway.")
 @click.option("--port", type=int, help="Port of the gateway; 0 is any free one.")
+@click.option("--http-port", type=int, help="Port of the OpenAI-compatible API; 0 is any free one, -1 is off.")
 @settings_options
 def command(
     in_process: bool, prefill: int | None, decode: int | None, model: str | None, engine: str | None,
-    host: str | None, port: int | None, config_file: Path | None, assignments: tuple[str, ...],
+    host: str | None, port: int | None, http_port: int | None, config_file: Path | None, assignments: tuple[str, ...],
 ) -> int:  # fmt: skip
-    """Starts workers and a gateway on this machine and serves until Ctrl-C. The endpoint is printed to stdout."""
-    flags: dict[str, object] = {**cluster_flags(prefill, decode, model, engine), "api.host": host, "api.port": port}
+    """Starts workers and a gateway on this machine and serves until Ctrl-C. Printed to stdout: the gRPC endpoint, then
+    the base URL of the OpenAI-compatible API."""
+    flags: dict[str, object] = {
+        **cluster_flags(prefill, decode, model, engine),
+        "api.host": host,
+        "api.port": port,
+        # One option for both doors; a setting for each.
+        "api.http_host": host,
+        "api.http_port": http_port,
+    }
     config = load_settings(config_file, assignments, flags).config
-    return asyncio.run(serve(lambda report: make_cluster(config, report, in_process=in_process)))
+    return asyncio.run(serve(lambda report: make_cluster(config, report, in_process=in_process, http=True)))
 
 
 def cluster_flags(prefill: int | None, decode: int | None, model: str | None, engine: str | None) -> dict[str, object]:
@@ -59,16 +68,22 @@ def cluster_flags(prefill: int | None, decode: int | None, model: str | None, en
     }
 
 
-def make_cluster(config: Config, report: Callable[[str], None], *, in_process: bool) -> Cluster:
-    """A cluster of real workers, not started."""
+def make_cluster(config: Config, report: Callable[[str], None], *, in_process: bool, http: bool = False) -> Cluster:
+    """A cluster of real workers, not started. `http`: with the OpenAI-compatible API, where its port is not off."""
     from cluster.launch.build import build_worker
     from cluster.launch.launcher import InProcessLauncher, Launcher
     from cluster.launch.ray_launcher import RayLauncher
     from cluster.launch.served import load_served
     from cluster.launch.up import Cluster, Seams
 
+    make_door = None
+    if http:
+        from cluster.openai.server import HttpDoor
+
+        make_door = HttpDoor
     launcher: Launcher = InProcessLauncher(build_worker) if in_process else RayLauncher(build_worker)
-    return Cluster(config, launcher, load_served, seams=Seams(authenticator=_authenticator(config)), report=report)
+    seams = Seams(authenticator=_authenticator(config))
+    return Cluster(config, launcher, load_served, seams=seams, report=report, make_door=make_door)
 
 
 async def serve(make: Callable[[Callable[[str], None]], Cluster]) -> int:
@@ -94,6 +109,8 @@ async def serve(make: Callable[[Callable[[str], None]], Cluster]) -> int:
         endpoint = starting.result()
         spinner.stop()
         click.echo(endpoint)
+        if cluster.url:
+            click.echo(cluster.url)
         console.print("Ctrl-C drains and stops.", markup=False)
         await asked.wait()
         spinner.update("Draining; Ctrl-C again does not wait…")

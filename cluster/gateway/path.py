@@ -44,7 +44,7 @@ class Call(Protocol):
         ...
 
     def remaining_s(self) -> float | None:
-        """Time until the caller's deadline; None when the caller named none."""
+        """Time until the caller's deadline; None when the caller named none. Raises InvalidInput the first time."""
         ...
 
     async def request(self) -> pb.GenerateRequest:
@@ -103,8 +103,8 @@ class RequestPath:
         tenant = state.authenticator.caller(call.metadata()).tenant
         task = asyncio.current_task()
         assert task is not None
-        running = state.enter((tenant, call.label), task)
         limit_ms = deadline_ms(state.config.api, call.remaining_s())
+        running = state.enter((tenant, call.label), task)
         try:
             async with asyncio.timeout(limit_ms / 1000):
                 await self._run(call, tenant, received_ms, received_ms + limit_ms)

@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.config import Config, with_secret
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.server import Gateway
+from cluster.gateway.state import GatewayState
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
@@ -35,6 +36,18 @@ class Seams:
     stream_checks: StreamChecks = field(default_factory=StreamChecks)
 
 
+class Door(Protocol):
+    """Another way into a gateway's request path, beside gRPC."""
+
+    async def start(self) -> str:
+        """Listens; returns the URL, "" where the configuration has it off. Raises Unavailable."""
+        ...
+
+    async def stop(self) -> None:
+        """After the gateway has drained."""
+        ...
+
+
 class Cluster:
     """Prefill and decode workers behind one gateway."""
 
@@ -46,13 +59,18 @@ class Cluster:
         *,
         seams: Seams | None = None,
         report: Callable[[str], None] = no_report,
+        make_door: Callable[[GatewayState], Door] | None = None,
     ) -> None:
-        """`report` hears, in words, of each phase and of workers that are lost."""
+        """`report` hears, in words, of each phase and of workers that are lost. `make_door`: opens another door beside
+        gRPC; `url` says where."""
         self._seams = seams or Seams()
         self.config = with_secret(config, self._seams.sources.random_bytes)
         self.launcher = launcher
         self._load_served = load_served
         self._report = report
+        self._make_door = make_door
+        self._door: Door | None = None
+        self.url = ""
         self._gateway: Gateway | None = None
         self._worker_ids: list[str] = []
 
@@ -74,10 +92,15 @@ class Cluster:
         """Refuses new requests, lets running ones end within the grace, then stops gateway, workers and launcher."""
         grace_ms = self.config.workers.drain_timeout_ms if grace_ms is None else grace_ms
         gateway, self._gateway = self._gateway, None
+        door, self._door = self._door, None
         worker_ids, self._worker_ids = self._worker_ids, []
         try:
-            if gateway is not None:
-                await gateway.stop(grace_ms)
+            try:
+                if gateway is not None:
+                    await gateway.stop(grace_ms)
+            finally:
+                if door is not None:
+                    await door.stop()
             # Decode first: it releases what prefill keeps for it.
             for role in (Role.DECODE, Role.PREFILL):
                 ids = [worker_id for worker_id in worker_ids if worker_id.startswith(role.value)]
@@ -108,10 +131,13 @@ class Cluster:
         )
         self._gateway = gateway
         endpoint = await gateway.start()
+        if self._make_door is not None:
+            self._door = self._make_door(gateway.state)
+            self.url = await self._door.start()
         for spec, worker_endpoint in zip(specs, endpoints, strict=True):
             gateway.add_worker(spec.worker_id, spec.role, worker_endpoint)
         await gateway.wait_ready(READY_TIMEOUT_MS)
-        self._report(f"serving at {endpoint}")
+        self._report(f"serving at {endpoint}" + (f" and {self.url}" if self.url else ""))
         return endpoint
 
     async def _load_all(self, specs: list[WorkerSpec]) -> tuple[ServedModel, list[str]]:

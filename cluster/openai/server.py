@@ -1,0 +1,101 @@
+"""The HTTP door: one port in front of a gateway's request path, on the gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Generator
+
+import uvicorn
+
+from cluster.gateway.state import GatewayState
+from cluster.openai.app import make_app
+from cluster.openai.connection import BoundedConnection
+from kvstore.errors import Unavailable
+
+OFF = -1
+BACKLOG = 256
+IDLE_CONNECTION_S = 60
+STOP_S = 1
+MAX_HEAD_BYTES = 32 << 10
+
+
+class HttpDoor:
+    """Starts, serves, stops. Draining is the gateway's: its running requests are these too."""
+
+    def __init__(self, state: GatewayState, unix_s: Callable[[], float] = time.time) -> None:
+        self._state = state
+        self._unix_s = unix_s
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listens and returns the API's base URL; "" when `api.http_port` is off. Raises Unavailable (`port_taken`)."""
+        api = self._state.config.api
+        if api.http_port == OFF:
+            return ""
+        listener = _listen(api.http_host, api.http_port)
+        config = uvicorn.Config(
+            make_app(self._state, self._unix_s),
+            http=BoundedConnection,
+            ws="none",
+            lifespan="off",
+            # What goes wrong is in the response and in the outcomes; the library's own lines would quote requests.
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=STOP_S,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="http door")
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+        if self._serving.done():
+            await self._serving
+        host, port = listener.getsockname()[:2]
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    async def stop(self) -> None:
+        """Takes no more connections, lets answers that are being written end for a moment, ends the rest."""
+        server, self._server = self._server, None
+        serving, self._serving = self._serving, None
+        if server is not None and serving is not None:
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """Signals are the command line's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise Unavailable("bad_host", f"{host} is no address to listen on", field="api.http_host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise Unavailable(
+            "port_taken",
+            f"cannot listen on {host}:{port}: choose another api.http_port (0: any free one; -1: none)",
+            field="api.http_port",
+        ) from error
+    listener.setblocking(False)
+    return listener
