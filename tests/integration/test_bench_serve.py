@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from rich.progress import Progress
 
 import bench.serve
-from bench.aggregated import AggregatedWorker, NamedPlace, aggregated_config, build_aggregated
+from bench.aggregated import AggregatedWorker, LocalPrefill, NamedPlace, _Job, aggregated_config, build_aggregated
 from bench.drive import Limits
 from bench.load import Sample, ServeRow, Shape, Spread
 from bench.serve import Plan, measure
@@ -49,7 +50,7 @@ async def measured(plan: Plan) -> list[ServeRow]:
 
 
 def test_the_command_measures_a_cluster_and_its_peer(capsys):
-    code = run([*PROBE, *"--rate 40 --requests 6 --prompt-tokens 70:150 --shared-prefix 0.5".split()])
+    code = run([*PROBE, *["--rate", "40", "--requests", "6", "--prompt-tokens", "70:150", "--shared-prefix", "0.5"]])
     out, err = capsys.readouterr()
     rows = json.loads(out)["rows"]
     assert code == 0, err
@@ -123,6 +124,16 @@ async def test_the_aggregated_peer_answers_right_and_gives_pages_back():
         await cluster.stop(0)
 
 
+def test_a_prompt_whose_caller_is_gone_is_not_computed():
+    local = LocalPrefill(*[None] * 6)
+    posted: list[object] = []
+    local.bind(None, (), 32, lambda request_no: False, posted.append)
+    settled: list[object] = []
+    local._jobs.append(_Job(SimpleNamespace(request_no=1), 0.0, settled.append))
+    assert local.turn()
+    assert (list(local._jobs), posted, settled) == ([], [], [])
+
+
 def test_the_peer_gets_all_threads_pages_and_places():
     config = aggregated_config(
         settings(workers__prefill=2, workers__decode=3, workers__threads=2, workers__max_running=4)
@@ -156,7 +167,7 @@ def test_interrupted_it_prints_what_it_has_and_stops(capsys, monkeypatch):
         await plain(system, asks, limits, samples, interrupt)
 
     monkeypatch.setattr(bench.serve, "drive", drive)
-    code = run([*PROBE, *"--rate 0.001 --requests 3 --prompt-tokens 70 --warmup 0".split()])
+    code = run([*PROBE, *["--rate", "0.001", "--requests", "3", "--prompt-tokens", "70", "--warmup", "0"]])
     out, err = capsys.readouterr()
     assert code == 130
     [row] = json.loads(out)["rows"]

@@ -179,6 +179,7 @@ def test_the_servers_time_is_held_against_the_stop_watch_from_the_sending():
 
 
 def test_nothing_measured_is_no_figure():
+    assert not Sample(ask(0)).ok
     row = add_up("x", SHAPE, [Sample(ask(0))])
     assert (row.sent, row.ok, row.errors, row.tokens_per_s) == (0, 0, {}, 0.0)
     assert row.ttft_ms is None
@@ -278,7 +279,7 @@ EVENTS = (
     b": a remark\n\n",
     b'data: {"choices":[{"text":"","finish_reason":null}]}\n\n',
     b'data: {"choices":[{"text":"b","finish_reason":"length"}]}\n\n',
-    b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n',
+    b'data: {"choices":[],"usage":{"completion_tokens":4}}\n\n',
     b"data: [DONE]\n\n",
 )
 
@@ -315,7 +316,8 @@ async def test_a_compatible_server_is_asked_and_its_events_are_tokens(chunk_byte
         samples: list[Sample] = []
         await drive(system, [ask(5)], Limits(request_s=5), samples)
     assert system.model == "tiny"
-    assert (samples[0].error, samples[0].tokens, len(samples[0].gaps_s)) == ("", 3, 2)
+    # Three messages with text; the server's own count says that one of them brought two tokens.
+    assert (samples[0].error, samples[0].tokens, len(samples[0].gaps_s)) == ("", 4, 2)
     (get, _), (post, body) = seen
     assert get.startswith(b"GET /v1/models HTTP/1.1\r\n")
     assert post.startswith(b"POST /v1/completions HTTP/1.1\r\n")
