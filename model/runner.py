@@ -12,10 +12,14 @@ import torch
 
 from kvstore.errors import CorruptPage, GenlockError
 from kvstore.guard import Guard, Published
-from kvstore.step import StepArrays, StepPlan
+from kvstore.step import PageRun, PlanRow, StepArrays, StepPlan
 from model.attention.base import AttentionBackend, KvStep, PagedStep
 from model.base import LanguageModel
 from model.sampler import NO_TOKEN, SampledToken, SampleRow, sample
+from model.sampling import SamplingParams
+
+WARM_OWNER = 1  # before serving starts, so no request has this number yet
+WARM_TOKENS = 48
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,23 @@ class StepRunner:
         self._backend = backend
         self._guard = guard
         self._hooks = hooks or StepHooks()
+
+    def warm_up(self) -> None:
+        """One small prefill step and one decode step, so that the first request pays for no compilation, no first
+        touch of the weights and no thread start. Leaves the pool and its counters as they were."""
+        layout = self._guard.layout
+        tokens = min(WARM_TOKENS, layout.page_tokens * self._guard.slots - 1)
+        pages = PageRun(self._guard.allocate(WARM_OWNER, layout.pages_for(tokens + 1)))
+        sampling = {WARM_OWNER: SampleRow(SamplingParams(), tokens, 0)}
+        try:
+            chunk = PlanRow(WARM_OWNER, (0,) * tokens, 0, PageRun(pages.refs[: layout.pages_for(tokens)]))
+            for row in (chunk, PlanRow(WARM_OWNER, (0,), tokens, pages)):
+                [result] = self.run(StepPlan(0, (row,)), sampling)
+                if result.error is not None:
+                    raise result.error
+        finally:
+            self._guard.retire(pages.refs, WARM_OWNER)
+            self._guard.counters.clear()
 
     def run(self, plan: StepPlan, sampling: Mapping[int, SampleRow]) -> list[Published[SampledToken]]:
         """One result for each row, in plan order. `sampling` has an entry for each row that wants logits."""

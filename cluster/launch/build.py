@@ -185,6 +185,7 @@ class BuiltWorker:
         )  # fmt: skip
         backend = make_backend(config.cache.attention, layout)
         backend.warm_up(layout)
+        StepRunner(model, backend, self.guard).warm_up()
         identity = PrefixIdentity(model.info.revision, model.info.tokenizer_digest, layout.fingerprint)
         self._keyer = PrefixKeyer(secret, identity)
         return model, StepRunner(model, backend, self.guard, self.tuning.step)
