@@ -8,6 +8,7 @@ from kvstore.errors import InvalidInput, Unavailable
 from kvstore.transfer.base import TransferEngine
 from kvstore.transfer.common import PageDigester
 from kvstore.transfer.mooncake import MooncakeEngine
+from kvstore.transfer.nixl import NixlEngine
 from kvstore.transfer.shm import ShmEngine
 
 FIELD = "transfer.engine"
@@ -26,17 +27,23 @@ def available_engines() -> tuple[EngineChoice, ...]:
     return (
         EngineChoice("shm", ""),
         EngineChoice("mooncake", MooncakeEngine.available() or ""),
-        EngineChoice("nixl", "not built yet"),
+        EngineChoice("nixl", NixlEngine.available() or ""),
     )
 
 
 def make_engine(
-    name: str, *, digester: PageDigester | None = None, host: str = "127.0.0.1", protocol: str = "tcp", device: str = ""
+    name: str,
+    *,
+    digester: PageDigester | None = None,
+    host: str = "127.0.0.1",
+    protocol: str = "tcp",
+    device: str = "",
+    nixl_transport: str = "auto",
 ) -> TransferEngine:
-    """Makes a worker's engine. `host`, `protocol` and `device` are for engines that use a network.
+    """Makes a worker's engine. `host`, `protocol` and `device` are for mooncake, `nixl_transport` for nixl.
 
-    Raises InvalidInput (field transfer.engine) for a name that is unknown or not built, Unavailable when the
-    engine's library cannot be loaded or started. The `memory` engine is made where its fabric is.
+    Raises InvalidInput (field transfer.engine) for a name that is unknown, Unavailable when the engine's library
+    cannot be loaded or started. The `memory` engine is made where its fabric is.
     """
     if name == "shm":
         return ShmEngine(digester)
@@ -46,5 +53,8 @@ def make_engine(
             raise Unavailable("library_missing", reason, field=FIELD)
         return MooncakeEngine(host, protocol, device, digester)
     if name == "nixl":
-        raise InvalidInput("not_built", "transfer.engine nixl is not built yet; use shm or mooncake", field=FIELD)
-    raise InvalidInput("unknown_engine", f"transfer.engine {name!r} is unknown; use shm or mooncake", field=FIELD)
+        reason = NixlEngine.available()
+        if reason is not None:
+            raise Unavailable("library_missing", reason, field=FIELD)
+        return NixlEngine(nixl_transport, digester)
+    raise InvalidInput("unknown_engine", f"transfer.engine {name!r} is unknown; use shm, mooncake or nixl", field=FIELD)

@@ -32,6 +32,23 @@ def mooncake() -> Iterator[Kit]:
 
 
 @pytest.fixture
+def nixl() -> Iterator[Kit]:
+    """Over CMA, as one host has it."""
+    require("nixl")
+    made = Kit("nixl")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def nixl_tcp() -> Iterator[Kit]:
+    require("nixl-tcp")
+    made = Kit("nixl-tcp")
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def shm() -> Iterator[Kit]:
     made = Kit("shm")
     yield made

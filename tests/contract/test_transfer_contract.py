@@ -474,7 +474,7 @@ def test_nothing_is_left_behind(kit: Kit) -> None:
     assert kit.fabric.pending == 0
 
 
-@pytest.mark.parametrize("kind", ["shm", "mooncake", "faulty"])
+@pytest.mark.parametrize("kind", ["shm", "mooncake", "nixl", "nixl-tcp", "faulty"])
 @pytest.mark.parametrize(("slot_bytes", "count"), [(192, 9), (1 << 20, 19)])
 def test_body_sums_are_those_of_the_landed_bodies(kind: str, slot_bytes: int, count: int) -> None:
     require(kind)

@@ -22,13 +22,14 @@ from kvstore.transfer.common import slots_of, tags_of
 from kvstore.transfer.faulty import FaultyEngine
 from kvstore.transfer.memory import MemoryEngine, MemoryFabric
 from kvstore.transfer.mooncake import MooncakeEngine
+from kvstore.transfer.nixl import NixlEngine
 from kvstore.transfer.shm import ShmEngine
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHILD = pathlib.Path(__file__).with_name("transfer_peer.py")
 TIMEOUT_MS = 10_000
-KINDS = ("memory", "shm", "mooncake", "faulty")
-PROCESS_KINDS = ("shm", "mooncake", "faulty")
+KINDS = ("memory", "shm", "mooncake", "nixl", "nixl-tcp", "faulty")
+PROCESS_KINDS = ("shm", "mooncake", "nixl", "nixl-tcp", "faulty")
 INCARNATION = 0x1234_5678_9ABC_DEF1
 
 
@@ -81,7 +82,7 @@ class Kit:
 
     @property
     def wire_name(self) -> str:
-        return "shm" if self.kind == "faulty" else self.kind
+        return {"faulty": "shm", "nixl-tcp": "nixl"}.get(self.kind, self.kind)
 
     def engine(self, address: str = "", **options: object) -> TransferEngine:
         match self.kind:
@@ -91,6 +92,10 @@ class Kit:
                 engine = ShmEngine(**options)
             case "faulty":
                 engine = FaultyEngine(ShmEngine(**options))
+            case "nixl":
+                engine = NixlEngine(**options)
+            case "nixl-tcp":
+                engine = NixlEngine("tcp", **options)
             case _:
                 engine = MooncakeEngine(**options)
         self.made.append(engine)
@@ -128,7 +133,8 @@ class Kit:
 
 
 def require(kind: str) -> None:
-    reason = MooncakeEngine.available() if kind == "mooncake" else None
+    library = {"mooncake": MooncakeEngine, "nixl": NixlEngine, "nixl-tcp": NixlEngine}.get(kind)
+    reason = library.available() if library is not None else None
     if reason is not None:
         pytest.skip(reason)
 

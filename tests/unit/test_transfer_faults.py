@@ -415,7 +415,7 @@ def test_engines_by_name() -> None:
     engine = make_engine("shm")
     assert engine.name == "shm"
     engine.close()
-    for name, reason in (("nixl", "not_built"), ("memory", "unknown_engine"), ("", "unknown_engine")):
+    for name, reason in (("memory", "unknown_engine"), ("", "unknown_engine")):
         with pytest.raises(InvalidInput) as caught:
             make_engine(name)
         assert (caught.value.field, caught.value.reason) == ("transfer.engine", reason)

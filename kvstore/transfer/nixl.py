@@ -1,0 +1,481 @@
+"""Engine over NIXL with UCX: CMA between processes of one host, RDMA where there is some, TCP else.
+
+    region: [ pool buffer (base.py) | pad to 4096 B | life page 4096 B | cells 64 B x CELLS ]
+    life page: magic u64 | nonce 16 bytes | zeros
+
+What shapes this file (measured with nixl-cu12 1.5.1; the library's own traits are in nixl_agent.py):
+
+- Memory that its owner has deregistered can still be read with metadata from before. So the owner writes a nonce
+  into a life page and zeros it at `close`; a reader reads that page before the pages of a transfer
+  and together with the tags. What changes in between is caught by the tags, as with every engine.
+- A read has no time-out of the library's: with a stopped peer it stays RUNNING over TCP for ever (over CMA it
+  succeeds). Our deadline ends the wait; what was posted may still land, and `quiesced` says when it no longer can.
+- Over CMA a post copies before it returns. So batches are small, and the deadline is looked at between two of them.
+- One failed read closes the connection to the peer. It is loaded anew by the next `connect`.
+- Over TCP the owner's own thread reads its memory: an owner that unmaps it is killed by a reader. The region is
+  unmapped after the agent is gone, never before. What remains: an owner that was stopped (SIGSTOP) while a reader
+  left in the middle of a read is aborted by UCX when it goes on.
+- TCP and CMA know no authentication: whoever reaches UCX's ports (or runs as the same user) can read registered
+  memory. Deployments must fence these ports off.
+
+Shape suffixes: S slots, n pages of one batch or rows of one request, U8 bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
+from kvstore.transfer.base import PoolExport, Transfer, TransferState, pool_bytes, tag_table_bytes
+from kvstore.transfer.common import (
+    CLOSE_TIMEOUT_MS,
+    CONNECT_TIMEOUT_MS,
+    I64,
+    U8,
+    U64,
+    ClockMs,
+    Ids,
+    PageDigester,
+    PoolEngine,
+    monotonic_ms,
+    runs_of,
+    tags_of,
+)
+from kvstore.transfer.nixl_agent import TRANSPORTS, Agent, ReadState, missing, rows_n3
+
+NONCE_BYTES = 16
+CELL_BYTES = 64
+CELLS = 1024  # transfers that have not quiesced
+MAX_BATCH_BYTES = 8 << 20
+MAX_BATCH_ROWS = 512
+WINDOW = 2  # batches under way: one moves while the other's pages are summed
+# Spinning finishes small reads sooner; while much is under way, sleeping leaves the core to the library's thread.
+SPIN_BYTES = 1 << 20
+MAX_SPINS = 2_000
+SLEEP_S = 50e-6
+
+_LIFE = struct.Struct("<Q16s")
+_LIFE_PAGE_BYTES = 4096
+_MAGIC = 0x4C58494E4C4E4547
+_MAX_ADDR = 1 << 63
+
+
+@dataclass(frozen=True)
+class NixlAddress:
+    """How a peer's agent is loaded (`agent`, `metadata` base64) and where its region lies in its process (`base`)."""
+
+    agent: str
+    base: int
+    nonce: str  # hex
+    metadata: str
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+
+def parse_address(text: str) -> NixlAddress:
+    """Raises InvalidInput (field export.address) for text that is no address of this engine."""
+    try:
+        address = NixlAddress(**json.loads(text))
+        if type(address.base) is not int or not 0 < address.base < _MAX_ADDR:
+            raise ValueError("base out of range")
+        if not isinstance(address.agent, str) or not address.agent:
+            raise ValueError("no agent")
+        if len(bytes.fromhex(address.nonce)) != NONCE_BYTES:
+            raise ValueError("nonce of another length")
+        if not base64.b64decode(address.metadata, validate=True):
+            raise ValueError("no metadata")
+        return address
+    except (TypeError, ValueError, AttributeError, RecursionError, binascii.Error) as error:
+        raise InvalidInput(
+            "bad_address", f"export.address is no nixl address: {error}", field="export.address"
+        ) from error
+
+
+def _life_offset(slots: int, slot_bytes: int) -> int:
+    return -(-pool_bytes(slots, slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One request: rows (local address, remote address, bytes), and the places of its pages in the transfer."""
+
+    rows: tuple[tuple[int, int, int], ...]
+    first: int = 0
+    pages: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row[2] for row in self.rows)
+
+
+@dataclass
+class _Remote:
+    """A loaded peer agent, shared by all connections to it. Guarded by the engine's lock."""
+
+    agent: str
+    users: int = 0
+    reads: int = 0
+    gone: bool = False
+
+
+class _Source:
+    """A connected peer: how its agent is named, what its life page must hold, and where its tags land."""
+
+    def __init__(self, export: PoolExport, address: NixlAddress, remote: _Remote) -> None:
+        self.export = export
+        self.base = address.base
+        self.remote = remote
+        self.life = _LIFE.pack(_MAGIC, bytes.fromhex(address.nonce))
+        self.life_addr = address.base + _life_offset(export.slots, export.slot_bytes)
+        self.tags_lock = threading.Lock()
+        self.tags_buffer = np.frombuffer(mmap.mmap(-1, tag_table_bytes(export.slots) + CELL_BYTES), dtype=np.uint8)
+        self.tags_read: NixlTransfer | None = None
+
+
+class NixlTransfer(Transfer):
+    """A look at the peer's life page, then batches of pages. Driven by `wait` and `quiesced`."""
+
+    def __init__(
+        self,
+        engine: NixlEngine,
+        source: _Source,
+        look: Batch | None,
+        batches: list[Batch],
+        local_ids_n: I64 | None = None,
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._cell_U8 = engine.cell(look.rows[0][0]) if look is not None else None
+        self._waiting = collections.deque([look, *batches] if look is not None else batches)
+        self._under_way: dict[int, Batch] = {}
+        self._looking = look
+        self._unproved = False
+        self._failed = False
+        self._state = TransferState.RUNNING
+        self._lock = threading.Lock()
+        self._local_ids_n = local_ids_n
+        self._sums_n2: U64 | None = None
+        if engine.digester is not None and local_ids_n is not None:
+            self._sums_n2 = np.empty((local_ids_n.size, 2), np.uint64)
+        with self._lock:
+            self._advance()
+
+    @property
+    def body_sums(self) -> U64 | None:
+        return self._sums_n2 if self._state is TransferState.DONE else None
+
+    def wait(self, timeout_ms: int) -> TransferState:
+        deadline_ms = self._engine.clock_ms() + timeout_ms
+        spins = 0
+        while True:
+            with self._lock:
+                if self._state is not TransferState.RUNNING:
+                    return self._state
+                moved = self._advance()
+                if self._failed:
+                    self._end(TransferState.FAILED)
+                elif not self._waiting and not self._under_way:
+                    self._end(TransferState.DONE)
+                elif self._engine.clock_ms() >= deadline_ms:
+                    self._end(TransferState.TIMED_OUT)
+                busy = sum(batch.nbytes for batch in self._under_way.values()) > SPIN_BYTES
+            if moved or self._state is not TransferState.RUNNING:
+                continue
+            spins += 1
+            time.sleep(SLEEP_S if busy or spins > MAX_SPINS else 0)
+
+    def quiesced(self) -> bool:
+        if self._engine.stopped:
+            return True
+        with self._lock:
+            if self._state is not TransferState.RUNNING:
+                self._poll()
+                self._give_cell()
+            return self._still
+
+    @property
+    def _still(self) -> bool:
+        return not self._waiting and not self._under_way and not self._unproved
+
+    def _end(self, state: TransferState) -> None:
+        self._state = state
+        self._waiting.clear()
+        self._give_cell()
+
+    def _give_cell(self) -> None:
+        if self._cell_U8 is not None and self._still:
+            self._engine.give_cell(self._cell_U8)
+            self._cell_U8 = None
+
+    def _advance(self) -> bool:
+        """Polls what is under way and posts what fits. True if something ended."""
+        moved = self._poll()
+        while self._waiting and not self._failed and len(self._under_way) < WINDOW and not self._blocked:
+            batch = self._waiting.popleft()
+            handle, state = self._engine.post(self._source.remote, batch)
+            if state is ReadState.RUNNING:
+                self._under_way[handle] = batch
+            else:
+                self._ended(batch, state)
+                return True  # over CMA this is where time goes by: the deadline comes first
+        return moved
+
+    @property
+    def _blocked(self) -> bool:
+        """Pages wait for the look."""
+        return self._looking is not None and self._waiting[0] is not self._looking
+
+    def _poll(self) -> bool:
+        moved = False
+        for handle, batch in list(self._under_way.items()):
+            state = self._engine.poll(self._source.remote, handle)
+            if state is not ReadState.RUNNING:
+                del self._under_way[handle]
+                self._ended(batch, state)
+                moved = True
+        return moved
+
+    def _ended(self, batch: Batch, state: ReadState) -> None:
+        if state is not ReadState.DONE:
+            self._failed = True
+            self._unproved |= state is ReadState.FAILED
+        elif batch is self._looking:
+            self._looking = None
+            self._failed |= self._cell_U8 is None or self._cell_U8[: _LIFE.size].tobytes() != self._source.life
+        elif self._state is TransferState.RUNNING:
+            self._sum(batch)
+
+    def _sum(self, batch: Batch) -> None:
+        """Sums the pages of a batch that landed: while the next one is on its way, and this one is in cache."""
+        digester, ids_n = self._engine.digester, self._local_ids_n
+        if digester is not None and ids_n is not None and self._sums_n2 is not None:
+            places = slice(batch.first, batch.first + batch.pages)
+            self._sums_n2[places] = digester.body_sums_many(self._engine.slots_SU8, ids_n[places])
+
+
+class NixlEngine(PoolEngine[_Source]):
+    """`transport` auto or tcp (nixl_agent.py). Raises Unavailable (library_missing, library_failed)."""
+
+    name = "nixl"
+
+    def __init__(
+        self,
+        transport: str = "auto",
+        digester: PageDigester | None = None,
+        clock_ms: ClockMs = monotonic_ms,
+        connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+    ) -> None:
+        super().__init__(connect_timeout_ms)
+        if transport not in TRANSPORTS:
+            raise InvalidInput(
+                "unknown_transport", f"nixl_transport must be one of {', '.join(TRANSPORTS)}", field="nixl_transport"
+            )
+        self.digester = digester
+        self.clock_ms = clock_ms
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._agent = Agent(f"genlock-{self._nonce.hex()}", transport)
+        self._region_U8: U8 | None = None
+        self._cells: list[int] = []
+        self._remotes: dict[str, _Remote] = {}
+        self._loading = threading.Lock()
+        self._late: list[_Source] = []  # disconnected, but bytes may still land in their tags' buffers
+
+    @staticmethod
+    def available() -> str | None:
+        """None when the library loads, else the reason why not."""
+        return missing()
+
+    @property
+    def stopped(self) -> bool:
+        """True once the library's agent is gone and nothing can land any more."""
+        return self._agent.stopped
+
+    # -- what transfers use ------------------------------------------------------------------------------------------
+
+    def cell(self, address: int) -> U8:
+        """The landing place uint8 [CELL_BYTES] at an address that `_take_cell` gave."""
+        region_U8 = self._region_U8
+        assert region_U8 is not None  # a transfer needs a pool
+        at = address - region_U8.ctypes.data
+        return region_U8[at : at + CELL_BYTES]
+
+    def give_cell(self, cell_U8: U8) -> None:
+        with self._lock:
+            self._cells.append(cell_U8.ctypes.data)
+
+    def post(self, remote: _Remote, batch: Batch) -> tuple[int, ReadState]:
+        """Starts a batch. Keeps count of what runs at a peer, so that it is not unloaded before."""
+        with self._lock:
+            if remote.gone:
+                return 0, ReadState.GONE
+            remote.reads += 1
+        rows_nx3 = np.array(batch.rows, np.int64)
+        nbytes_n = rows_nx3[:, 2]
+        handle, state = self._agent.post(
+            remote.agent, rows_n3(rows_nx3[:, 0], nbytes_n), rows_n3(rows_nx3[:, 1], nbytes_n)
+        )
+        self._note(remote, state)
+        return handle, state
+
+    def poll(self, remote: _Remote, handle: int) -> ReadState:
+        state = self._agent.poll(handle)
+        self._note(remote, state)
+        return state
+
+    def _note(self, remote: _Remote, state: ReadState) -> None:
+        if state is ReadState.RUNNING:
+            return
+        with self._lock:
+            if state is ReadState.GONE:
+                remote.gone = True
+            if state is not ReadState.FAILED:  # what is not proved to have ended keeps the peer loaded
+                remote.reads -= 1
+            self._drop_if_idle(remote)
+
+    def _drop_if_idle(self, remote: _Remote) -> None:
+        """Called with the lock held: it keeps a `connect` from loading the peer between look and unload."""
+        if remote.reads or (remote.users and not remote.gone):
+            return
+        if self._remotes.get(remote.agent) is remote:
+            del self._remotes[remote.agent]
+            self._agent.forget(remote.agent)
+
+    # -- PoolEngine --------------------------------------------------------------------------------------------------
+
+    def _map(self, nbytes: int) -> U8:
+        life_at = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        cells_at = life_at + _LIFE_PAGE_BYTES
+        region_U8 = np.frombuffer(mmap.mmap(-1, cells_at + CELLS * CELL_BYTES), dtype=np.uint8)
+        base = region_U8.ctypes.data
+        self._agent.register(region_U8)
+        self._region_U8 = region_U8
+        self._cells = [base + cells_at + i * CELL_BYTES for i in range(CELLS)]
+        return region_U8[:nbytes]
+
+    def _register(self, incarnation: int) -> str:
+        region_U8 = self._region_U8
+        assert region_U8 is not None  # publish checked it
+        life = _LIFE.pack(_MAGIC, self._nonce)
+        at = _life_offset(self._slots, self._slot_bytes)
+        region_U8[at : at + len(life)] = np.frombuffer(life, np.uint8)
+        metadata = base64.b64encode(self._agent.metadata()).decode()
+        return NixlAddress(f"genlock-{self._nonce.hex()}", region_U8.ctypes.data, self._nonce.hex(), metadata).text()
+
+    def _attach(self, export: PoolExport) -> _Source:
+        self._sweep()
+        address = parse_address(export.address)
+        source = _Source(export, address, self._load(address))
+        try:
+            self._agent.register(source.tags_buffer)
+        except BaseException:
+            self._leave(source.remote)
+            raise
+        return source
+
+    def _load(self, address: NixlAddress) -> _Remote:
+        with self._loading:  # one at a time: the first connection to a peer takes tens of milliseconds
+            with self._lock:
+                remote = self._remotes.get(address.agent)
+                if remote is not None and remote.gone:
+                    raise Unavailable("peer_gone", "reads over a broken connection to the peer have not ended yet")
+                if remote is not None:
+                    remote.users += 1
+                    return remote
+            loaded = self._agent.load(base64.b64decode(address.metadata))
+            with self._lock:
+                if loaded != address.agent:
+                    if loaded not in self._remotes:
+                        self._agent.forget(loaded)
+                    raise Unavailable("peer_gone", "the peer's nixl metadata names another agent")
+                remote = self._remotes[loaded] = _Remote(loaded, users=1)
+                return remote
+
+    def _leave(self, remote: _Remote) -> None:
+        with self._lock:
+            remote.users -= 1
+            self._drop_if_idle(remote)
+
+    def _detach(self, source: _Source) -> None:
+        with self._lock:
+            self._late.append(source)
+        self._sweep()
+        self._leave(source.remote)
+
+    def _sweep(self) -> None:
+        """Deregisters the tags' buffers of disconnected peers, once nothing can land in them any more."""
+        with self._lock:
+            late, self._late = self._late, []
+        for source in late:
+            if source.tags_read is None or source.tags_read.quiesced():
+                self._agent.deregister(source.tags_buffer)
+            else:
+                with self._lock:
+                    self._late.append(source)
+
+    def _start(self, source: _Source, remote_ids: Ids, local_ids: Ids) -> Transfer:
+        batches = list(self._batches(source, remote_ids, local_ids))
+        with self._lock:
+            if not self._cells:
+                raise TransferError("too_many_transfers", f"{CELLS} transfers have not ended yet")
+            cell = self._cells.pop()
+        self.cell(cell)[:] = 0
+        look = Batch(((cell, source.life_addr, CELL_BYTES),))
+        return NixlTransfer(self, source, look, batches, np.array(local_ids, np.int64))
+
+    def _batches(self, source: _Source, remote_ids: Ids, local_ids: Ids) -> Iterator[Batch]:
+        """Neighbouring pages are one row; a batch is as many rows as its limits allow, in the order of the pages."""
+        size = source.export.slot_bytes
+        local_base = self.slots_SU8.ctypes.data
+        remote_base = source.base + tag_table_bytes(source.export.slots)
+        most = max(1, MAX_BATCH_BYTES // size)
+        rows: list[tuple[int, int, int]] = []
+        start = 0
+        for first, pages, remote, local in runs_of(remote_ids, local_ids, most):
+            if rows and (len(rows) == MAX_BATCH_ROWS or first + pages - start > most):
+                yield Batch(tuple(rows), start, first - start)
+                rows, start = [], first
+            rows.append((local_base + local * size, remote_base + remote * size, pages * size))
+        yield Batch(tuple(rows), start, len(remote_ids) - start)
+
+    def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
+        with source.tags_lock:
+            earlier = source.tags_read
+            if earlier is not None and not earlier.quiesced():
+                raise TransferTimeout("tags_stuck", "an earlier read of the peer's tags has not ended")
+            slots, landing = source.export.slots, source.tags_buffer
+            life_at = tag_table_bytes(slots)
+            landing[life_at:] = 0
+            base = landing.ctypes.data
+            rows = ((base, source.base, slots * 16), (base + life_at, source.life_addr, CELL_BYTES))
+            read = source.tags_read = NixlTransfer(self, source, None, [Batch(rows)])
+            state = read.wait(timeout_ms)
+            if state is TransferState.TIMED_OUT:
+                raise TransferTimeout("tags_timeout", f"the peer's tags did not arrive within {timeout_ms} ms")
+            if state is not TransferState.DONE:
+                raise TransferError("peer_gone", "the peer's tags cannot be read")
+            found = landing[life_at : life_at + _LIFE.size].tobytes()
+            if found != source.life:
+                raise TransferError("peer_gone", "the peer's pool was closed, or another one took its place")
+            return tags_of(landing, slots).copy()
+
+    def _tear_down(self) -> None:
+        region_U8 = self._region_U8
+        if region_U8 is not None:
+            # The first thing: from here on readers that still reach the memory refuse it.
+            at = _life_offset(self._slots, self._slot_bytes)
+            region_U8[at : at + _LIFE.size] = 0
+        self._agent.destroy(CLOSE_TIMEOUT_MS)
+        self._region_U8 = None

@@ -1,0 +1,267 @@
+"""One agent of the NIXL library with its UCX backend: what the nixl engine calls, and nothing else of the library.
+
+The library is optional and loaded late; `missing()` tells why it cannot be used. Its bindings are loaded without the
+Python package around them: that package reconfigures the process's logging (closing handlers that others opened) and
+fixes the progress thread to busy polling.
+
+What shapes this file (measured with nixl-cu12 1.5.1):
+
+- With a progress delay of 0, the library's default, an idle agent burns a core: 0.97 of it against 0.002 with 10 ms.
+  Network events wake the thread all the same; the delay bounds only what an event missed by UCX can cost.
+- Without thread synchronisation, several threads on one agent crash the process. STRICT makes each call exclusive.
+- Releasing a request that runs ends our interest, not its writes: 65 MB landed afterwards. Requests are therefore
+  released after their end only, or just before the agent is destroyed.
+- A request that ended with REMOTE_DISCONNECT has ended for good: the endpoint is closed, and UCX drops what still
+  comes for its requests. So have the other requests of that endpoint. Any other error proves nothing.
+- Transports are chosen per agent (`engine_config`), but log levels and modules only by environment variables, which
+  the library reads when it is loaded and when the first backend is made. They are set for just that long, and only
+  where the operator has not set them. UCX's InfiniBand module is left out where the host has no such device: beside
+  the system's own libibverbs it brings a second libnl into the process, which then crashes at exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.errors import TransferError, TransferTimeout, Unavailable
+from kvstore.transfer.common import I64, U8
+
+R = TypeVar("R")
+
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+TRANSPORTS = ("auto", "tcp")
+PROGRESS_DELAY_US = 10_000
+BACKEND = "UCX"
+_INFINIBAND = Path("/sys/class/infiniband")
+# A lock and no state: the environment belongs to the whole process, so two agents must not set it at once.
+_ENVIRONMENT_LOCK = threading.Lock()
+
+
+class ReadState(Enum):
+    """How far a request is.
+
+    REFUSED: it was never posted. GONE: it has ended, because the peer's endpoint closed. FAILED: bytes may still land.
+    """
+
+    RUNNING = "running"
+    DONE = "done"
+    REFUSED = "refused"
+    GONE = "gone"
+    FAILED = "failed"
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Quiet logs and fitting modules while the library is loaded; failures reach the caller as errors."""
+    wanted = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_VFS_ENABLE": "n"}
+    if not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
+        wanted["UCX_MODULES"] = "^ib"
+    with _ENVIRONMENT_LOCK:
+        ours = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(ours)
+        try:
+            yield
+        finally:
+            for name in ours:
+                os.environ.pop(name, None)
+
+
+def load_library() -> Any:
+    """The bindings module. Raises ImportError, or OSError for a missing shared library."""
+    for package in PACKAGES:
+        name = f"{package}._bindings"
+        if name in sys.modules:
+            return sys.modules[name]
+        found = importlib.util.find_spec(package)
+        if found is None:
+            continue
+        spec = importlib.machinery.PathFinder.find_spec(name, list(found.submodule_search_locations or ()))
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{package} holds no bindings")
+        with _environment():
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        return sys.modules.setdefault(name, module)
+    raise ImportError("none of the packages " + ", ".join(PACKAGES) + " is installed")
+
+
+def missing() -> str | None:
+    """None when the library loads, else the reason why not."""
+    try:
+        load_library()
+    except (ImportError, OSError) as error:
+        return f"nixl cannot be loaded: {error}"
+    return None
+
+
+class Agent:
+    """`transport` auto takes what UCX finds fastest (CMA on one host, RDMA where there is some), tcp only TCP.
+
+    Every method may be called from several threads. Raises Unavailable (library_missing, library_failed).
+    """
+
+    def __init__(self, name: str, transport: str = "auto") -> None:
+        try:
+            library = load_library()
+        except (ImportError, OSError) as error:
+            raise Unavailable("library_missing", f"the nixl library cannot be loaded: {error}") from error
+        self._library = library
+        self._gone: tuple[type[Exception], ...] = (library.nixlRemoteDisconnectError, library.nixlNotFoundError)
+        self._errors: tuple[type[Exception], ...] = tuple(
+            kind for kind in vars(library).values() if isinstance(kind, type) and issubclass(kind, Exception)
+        )
+        self._refusals = (*self._errors, RuntimeError, ValueError)  # also what the C++ behind the library throws
+        config = library.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, PROGRESS_DELAY_US
+        config.useListenThread, config.captureTelemetry = False, False
+        config.syncMode = library.NIXL_THREAD_SYNC_STRICT
+        try:
+            with _environment():
+                agent = library.nixlAgent(name, config)
+                agent.createBackend(BACKEND, {} if transport == "auto" else {"engine_config": f"TLS={transport}"})
+        except self._refusals as error:
+            raise Unavailable("library_failed", f"the nixl library cannot start: {error!r}") from error
+        self._agent: Any = agent
+        self._calls = 0
+        self._handles: set[int] = set()
+        self._idle = threading.Condition()
+        # After the agent, so that memory outlives it even when an engine is dropped without `close`.
+        self._regions: dict[int, tuple[U8, Any]] = {}
+
+    @property
+    def stopped(self) -> bool:
+        """True once the library's agent is gone and nothing can land any more."""
+        with self._idle:
+            return self._agent is None and not self._calls
+
+    def _call(self, use: Callable[[Any], R]) -> R | None:
+        """Runs `use` on the library's agent, which lives until it returns. None after `destroy`."""
+        with self._idle:
+            agent = self._agent
+            if agent is None:
+                return None
+            self._calls += 1
+        try:
+            return use(agent)
+        finally:
+            del agent
+            with self._idle:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    def register(self, region: U8) -> None:
+        """Makes memory usable by reads. Raises TransferError."""
+        listed = self._library.nixlRegDList(self._library.DRAM_SEG, [(region.ctypes.data, region.size, 0, "")])
+        try:
+            done = self._call(lambda agent: agent.registerMem(listed, []))
+        except self._errors as error:
+            raise TransferError("register_failed", f"the nixl library cannot register memory: {error!r}") from error
+        if done is None:
+            raise TransferError("engine_closed", "the engine is closed")
+        with self._idle:
+            self._regions[region.ctypes.data] = (region, listed)
+
+    def deregister(self, region: U8) -> None:
+        with self._idle:
+            known = self._regions.pop(region.ctypes.data, None)
+        if known is not None:
+            with contextlib.suppress(*self._errors):
+                self._call(lambda agent: agent.deregisterMem(known[1], []))
+
+    def metadata(self) -> bytes:
+        """What a peer loads to reach the regions registered so far."""
+        return self._call(lambda agent: bytes(agent.getLocalMD())) or b""
+
+    def load(self, metadata: bytes) -> str:
+        """Loads a peer; returns its agent's name. Raises Unavailable (peer_gone)."""
+        try:
+            name = self._call(lambda agent: bytes(agent.loadRemoteMD(metadata)))
+        except self._refusals as error:
+            raise Unavailable("peer_gone", f"the peer's nixl metadata cannot be loaded: {error!r}") from error
+        return (name or b"").decode(errors="replace")
+
+    def forget(self, name: str) -> None:
+        """Unloads a peer. No read of its may be running."""
+        with contextlib.suppress(*self._errors):
+            self._call(lambda agent: agent.invalidateRemoteMD(name))
+
+    def post(self, name: str, local_n3: I64, remote_n3: I64) -> tuple[int, ReadState]:
+        """Starts reading rows (address, bytes, 0) from a loaded peer; returns a handle for `poll`, and the state.
+
+        Over CMA all bytes are copied in here. A state other than RUNNING is final and needs no `poll`.
+        """
+        library = self._library
+        local, remote = (library.nixlXferDList(library.DRAM_SEG, rows_n3) for rows_n3 in (local_n3, remote_n3))
+        try:
+            handle = self._call(lambda agent: agent.createXferReq(library.NIXL_READ, local, remote, name, "", []))
+        except self._errors:
+            return 0, ReadState.REFUSED  # memory that the peer has not registered, or a peer the library has forgotten
+        if handle is None:
+            return 0, ReadState.FAILED
+        with self._idle:
+            self._handles.add(handle)
+        return handle, self._state(handle, lambda agent: agent.postXferReq(handle))
+
+    def poll(self, handle: int) -> ReadState:
+        """The state of a read that was RUNNING. DONE and GONE release the handle."""
+        return self._state(handle, lambda agent: agent.getXferStatus(handle))
+
+    def _state(self, handle: int, ask: Callable[[Any], Any]) -> ReadState:
+        try:
+            status = self._call(ask)
+        except self._gone:
+            state = ReadState.GONE
+        except self._errors:
+            return ReadState.FAILED  # the handle stays until `destroy`
+        else:
+            if status is None:
+                return ReadState.FAILED
+            if status == self._library.NIXL_IN_PROG:
+                return ReadState.RUNNING
+            state = ReadState.DONE
+        with self._idle:
+            self._handles.discard(handle)
+        with contextlib.suppress(*self._errors):
+            self._call(lambda agent: agent.releaseXferReq(handle))
+        return state
+
+    def destroy(self, timeout_ms: int) -> None:
+        """Ends the agent, whatever runs. Raises TransferTimeout if a call of the library does not return."""
+        with self._idle:
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            quiet = self._idle.wait_for(lambda: not self._calls, timeout_ms / 1000)
+            handles, self._handles = self._handles, set()
+            regions, self._regions = self._regions, {}
+            self._calls += 1  # `stopped` stays False until the destructor has run
+        if quiet:
+            for handle in handles:
+                with contextlib.suppress(*self._errors):
+                    agent.releaseXferReq(handle)
+            for _, listed in regions.values():
+                with contextlib.suppress(*self._errors):
+                    agent.deregisterMem(listed, [])
+        del agent  # runs the destructor, unless a call that hangs still holds the agent
+        with self._idle:
+            self._calls -= 1
+            if not quiet:
+                self._regions = regions  # memory that the library may still write to
+        if not quiet:
+            raise TransferTimeout("close_timeout", f"a call of nixl has not returned within {timeout_ms} ms")
+
+
+def rows_n3(local_addr_n: I64, nbytes_n: I64) -> I64:
+    """int64 [n, 3] descriptors (address, bytes, device 0) as the library takes them."""
+    return np.stack([local_addr_n, nbytes_n, np.zeros_like(nbytes_n)], axis=1)
