@@ -224,10 +224,8 @@ def remarks(rows: Sequence[ServeRow]) -> list[str]:
                 f"{r.system}: the server's time to the first token is {r.server_ttft_ratio} of the client's: a part of "
                 "the client's figures is its own or the network's"
             )
-        if r.late_ms is not None and r.late_ms.p99 > LATE_MS:
-            out.append(
-                f"{r.system}: requests waited at the client (busy, or at --concurrency-limit); counted as theirs"
-            )
+        if r.late_ms is not None and r.late_ms.p90 > LATE_MS:
+            out.append(f"{r.system}: requests waited at the client, which was busy or at --concurrency-limit")
     return out
 
 
