@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvstore.checks import check_names
+from sim.controls import line, run_controls
 from sim.coverage import table
 from sim.faults import sample_faults
 from sim.laws import LAWS
@@ -39,6 +40,7 @@ class SeedRange(click.ParamType[range]):
 @click.option("--replay", type=click.IntRange(0), help="Play one seed and tell what happened.")
 @click.option("--without", "without", type=click.Choice(check_names()), multiple=True, help="Switch a check off.")
 @click.option("--law", "laws", type=click.Choice(tuple(LAWS)), multiple=True, help="Count these laws only.")
+@click.option("--controls", is_flag=True, help="Run every negative control over --seeds; print the table.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def sim_command(
     list_checks: bool,
@@ -48,6 +50,7 @@ def sim_command(
     replay: int | None,
     without: tuple[str, ...],
     laws: tuple[str, ...],
+    controls: bool,
     as_json: bool,
 ) -> None:
     """Play the cluster's cores against faults, each run decided by its seed alone.
@@ -58,6 +61,8 @@ def sim_command(
     counted = laws or tuple(LAWS)
     if list_checks:
         _list(as_json)
+    elif controls:
+        _controls(seeds, jobs, as_json)
     elif replay is not None:
         _replay(replay, without, counted, as_json)
     else:
@@ -86,6 +91,16 @@ def _replay(seed: int, without: tuple[str, ...], laws: tuple[str, ...], as_json:
         click.echo("requests: " + _counts(result.outcomes))
         _tell_failures(report, without)
     sys.exit(1 if bool(report.violations) is not bool(without) else 0)
+
+
+def _controls(seeds: range, jobs: int, as_json: bool) -> None:
+    results = run_controls(seeds=seeds, jobs=jobs, on_result=lambda r: click.echo(line(r), err=as_json))
+    if as_json:
+        click.echo(json.dumps([
+            {"checks": r.control.checks, "laws": r.control.laws, "seeds_to_first_violation": r.seeds}
+            for r in results
+        ]))  # fmt: skip
+    sys.exit(1 if any(r.seeds is None for r in results) else 0)
 
 
 def _swarm(

@@ -99,6 +99,9 @@ class DecodeWorker(Worker):
         request.at_decode = (self, self.life, number)
         self.steps.kick()
 
+    def abandon(self, request_no: int) -> None:
+        self.on_cancel(request_no)
+
     def on_cancel(self, number: int) -> None:
         self.deliver(self.core.fail(number, Cancelled("cancelled", "the caller went away")))
         self.steps.kick()

@@ -39,6 +39,7 @@ class Faults:
     event_twice: float = 0.0
     events_reordered: float = 0.0
     event_crossed: float = 0.0
+    completion_crossed: float = 0.0
     event_altered: float = 0.0
     foreign_page: float = 0.0
     # decode's commands to prefill
@@ -68,6 +69,7 @@ class Faults:
     # one step
     batch_permuted: float = 0.0
     outputs_permuted: float = 0.0
+    kernel_stalls: float = 0.0
     page_taken_before: float = 0.0
     page_taken_during: float = 0.0
     page_taken_after: float = 0.0
@@ -96,10 +98,14 @@ def site_names() -> tuple[str, ...]:
 
 def sample_faults(seed: int) -> Faults:
     """Each site is armed in about a quarter of the seeds (swarm testing: Groce et al., ISSTA 2012)."""
-    rng = random.Random(f"{seed}/faults")
-    if rng.random() < CALM_SHARE:
+    if random.Random(f"{seed}/calm").random() < CALM_SHARE:
         return NO_FAULTS
-    return Faults(**{name: rng.choice(_RATES) if rng.random() < ARMED_SHARE else 0.0 for name in site_names()})
+    return Faults(**{name: _rate(seed, name) for name in site_names()})
+
+
+def _rate(seed: int, site: str) -> float:
+    rng = random.Random(f"{seed}/armed/{site}")  # of its own, so that a new site leaves the others as they were
+    return rng.choice(_RATES) if rng.random() < ARMED_SHARE else 0.0
 
 
 class Dice:

@@ -23,7 +23,7 @@ PERIOD_MS = 10
 RESTART_MS = 15
 HOG = 1 << 40  # owner numbers that no request has
 STRANGER = HOG + 1
-RUDE_CALLS = 4
+RUDE_CALLS = 12
 _BookCall = Callable[[tuple[PageRef, ...]], None]
 
 
@@ -151,7 +151,8 @@ class Mischief:
         """Calls of the book that a slot's state does not allow: refused, and nothing changes."""
         for _ in range(RUDE_CALLS if worker.alive else 0):
             guard, rng = worker.guard, self._rng
-            page_id = rng.randrange(guard.slots)
+            rare = [i for i in range(guard.slots) if guard.slot_state(i) is SlotState.QUARANTINED]
+            page_id = rng.choice(rare) if rare and rng.random() < 0.5 else rng.randrange(guard.slots)
             slot = guard.book_slot(page_id)
             ref = PageRef(page_id, guard._book.live_tag(page_id))
             try:

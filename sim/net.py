@@ -48,7 +48,7 @@ class Net:
         self._rng = world.dice.stream("net")
         self._number = 0
         self.open: dict[int, Call] = {}
-        self._sent: deque[HandoffEvent[SimToken]] = deque(maxlen=32)
+        self._completions: deque[Completed[SimToken]] = deque(maxlen=16)
 
     def call(self, attempt: Attempt, decode: DecodeWorker, prefill: PrefillWorker, ticket: Ticket) -> Call:
         self._number += 1
@@ -106,8 +106,9 @@ class Net:
             return
         if dice.hit("event_lost"):
             return
-        self._sent.append(event)
         event = self._altered(call, event)
+        if isinstance(event, Completed):
+            event = self._other_completion(event)
         if dice.hit("event_crossed"):
             call, event = self._crossed(call, event)
         for _ in range(2 if dice.hit("event_twice") else 1):
@@ -153,13 +154,17 @@ class Net:
             call.attempt.on_event(message)
 
     def _crossed(self, call: Call, event: HandoffEvent[SimToken]) -> tuple[Call, HandoffEvent[SimToken]]:
-        """The event goes to another call, or what was sent on another call comes in its place."""
-        rng = self._dice.stream("event_crossed/which")
-        alike = [e for e in self._sent if type(e) is type(event) and e.handoff_id != event.handoff_id]
-        if alike and rng.random() < 0.5:
-            return call, rng.choice(alike)
+        """The event goes to another call."""
         others = [c for c in self.open.values() if c.decode is call.decode and c is not call]
-        return (rng.choice(others) if others else call), event
+        return (self._dice.stream("event_crossed/which").choice(others) if others else call), event
+
+    def _other_completion(self, event: Completed[SimToken]) -> Completed[SimToken]:
+        """What another handoff of as many pages was completed with."""
+        alike = [c for c in self._completions if c.page_count == event.page_count and c.first != event.first]
+        self._completions.append(event)
+        if alike and self._dice.hit("completion_crossed"):
+            return self._dice.stream("completion_crossed/which").choice(alike)
+        return event
 
     # --- what is sent may be wrong --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decode.handoff import Accepted, Completed, PagePromised
-from kvstore.errors import GenlockError, NotFound
+from kvstore.errors import Cancelled, GenlockError, NotFound
 from kvstore.guard import Published
 from kvstore.step import StepPlan
 from model.ticket import Ticket
@@ -64,6 +64,12 @@ class PrefillWorker(Worker):
         self.core.cancel(call.request_no)
         self.calls.pop(call.request_no, None)
         self.steps.kick()
+
+    def abandon(self, request_no: int) -> None:
+        call = self.calls.get(request_no)
+        if call is not None:
+            self.world.net.end(call, Cancelled("cancelled", "the caller went away"))
+            self.on_cancel(call)
 
     def on_renew(self, call: Call, handoff_id: bytes) -> None:
         self._known(call, lambda: self.core.renew(handoff_id, self.now))

@@ -33,6 +33,7 @@ class Stepping(Protocol):
     compute: Compute
 
     def later(self, delay_ms: int, name: str, call: Callable[..., None], *args: Any) -> None: ...
+    def abandon(self, request_no: int) -> None: ...
     def turn(self) -> StepPlan | None: ...
     def apply(self, plan: StepPlan, published: Sequence[Published[SimToken]]) -> None: ...
 
@@ -84,7 +85,7 @@ class StepDriver:
         self._judge_entry(step)
         if self._dice.hit("page_taken_during"):
             self._take_page(step.plan, "page_taken_during")
-        worker.later(self._delay(), "write", self._write, step)
+        worker.later(self._delay() + self._stall(plan), "write", self._write, step)
 
     def _write(self, step: GuardedStep) -> None:
         if self._dice.hit("step_fails"):
@@ -141,6 +142,15 @@ class StepDriver:
         self.kick()
 
     # --- faults ---------------------------------------------------------------------------------------------------
+
+    def _stall(self, plan: StepPlan) -> int:
+        """The kernel is held up, and while it is a request of the step is cancelled. Returns how long, in ms."""
+        if not self._dice.hit("kernel_stalls"):
+            return 0
+        rng = self._dice.stream("kernel_stalls/how")
+        row = plan.rows[rng.randrange(len(plan.rows))]
+        self._worker.later(rng.randrange(10), "leave-midstep", self._worker.abandon, row.request_no)
+        return rng.randrange(20, 120)
 
     def _take_page(self, plan: StepPlan, site: str) -> None:
         """Somebody takes a page away from a running request."""

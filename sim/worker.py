@@ -55,6 +55,10 @@ class Worker:
     def apply(self, plan: StepPlan, published: Sequence[Published[SimToken]]) -> None:
         raise NotImplementedError
 
+    def abandon(self, request_no: int) -> None:
+        """The caller of a request goes away, whatever its state."""
+        raise NotImplementedError
+
     def tick(self) -> None:
         raise NotImplementedError
 

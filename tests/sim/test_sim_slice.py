@@ -1,18 +1,88 @@
 """A slice of seeds, and that one seed is one run."""
 
-from sim.runner import run
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sim.coverage import REJECTS
+from sim.faults import NO_FAULTS, sample_faults, site_names
+from sim.laws import LAWS
+from sim.minimise import minimise
+from sim.runner import Report, play, run
 from sim.world import make_kit
 
+SLICE = range(150)
 
-def test_same_seed_same_trace():
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return play(SLICE, (), tuple(LAWS))
+
+
+def test_slice_finds_nothing(report):
+    assert report.seeds == len(SLICE)
+    assert report.violations == 0, report.failures
+
+
+def test_slice_answers_and_refuses(report):
+    assert report.outcomes["ok"] > 300
+    assert sum(report.outcomes.values()) - report.outcomes["ok"] > 300
+    assert report.page_operations > 200_000
+
+
+def test_slice_reaches_nearly_everything(report):
+    unreached = report.unreached()
+    assert len(unreached) <= 6, unreached
+    checks = [name for name in REJECTS if any(u.startswith(f"{name}:") for u in unreached)]
+    assert not checks, f"never said no: {checks}"
+
+
+def test_same_seed_same_run():
     first, again, other = run(7), run(7), run(8)
-    assert first.trace == again.trace
-    assert first.operations == again.operations
+    assert first == again
     assert first.trace != other.trace
 
 
-def test_slice_finds_nothing():
-    kit = make_kit()
-    for seed in range(60):
-        result = run(seed, kit=kit)
-        assert not result.violations, f"seed {seed}: {result.violations[0]}"
+def test_same_seed_same_trace_in_another_process():
+    code = "from sim.runner import run; print(run(9).trace)"
+    traces = set()
+    for salt in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": salt}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=100
+        )
+        traces.add(done.stdout)
+    assert traces == {run(9).trace + "\n"}
+
+
+def test_a_quarter_of_the_seeds_has_each_fault():
+    sampled = [sample_faults(seed) for seed in range(400)]
+    armed = {site: sum(getattr(faults, site) > 0 for faults in sampled) for site in site_names()}
+    assert all(60 < count < 130 for count in armed.values()), armed
+
+
+def test_a_calm_seed_answers_everything():
+    result = run(3, faults=NO_FAULTS)
+    assert not result.violations
+    assert result.injected.total() == 0
+    assert set(result.outcomes) <= {"ok", "pool_exhausted", "too_many_leases"}
+    assert result.outcomes["ok"]
+
+
+def test_a_failing_seed_becomes_a_small_test():
+    small = minimise(0, make_kit(), without=("stream_end",))
+    assert small is not None
+    assert small.law == "waits_for_nobody"
+    assert "stream_cut" in small.faults.armed
+    assert len(small.faults.armed) <= 3
+    namespace: dict[str, object] = {}
+    exec("from sim.faults import Faults\nfrom sim.runner import run\n" + small.as_test(), namespace)
+    test = next(value for name, value in namespace.items() if name.startswith("test_"))
+    with pytest.raises(AssertionError, match="waits_for_nobody"):
+        test()
+
+
+def test_a_clean_seed_is_not_minimised():
+    assert minimise(7, make_kit()) is None
