@@ -24,16 +24,14 @@ Shape suffixes: S slots, n pages of one batch or rows of one request, U8 bytes.
 from __future__ import annotations
 
 import base64
-import binascii
 import collections
-import json
 import mmap
 import os
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,9 +51,9 @@ from kvstore.transfer.common import (
     runs_of,
     tags_of,
 )
+from kvstore.transfer.nixl_address import NONCE_BYTES, NixlAddress, metadata_sum, parse_address
 from kvstore.transfer.nixl_agent import TRANSPORTS, Agent, ReadState, missing, rows_n3
 
-NONCE_BYTES = 16
 CELL_BYTES = 64
 CELLS = 1024  # transfers that have not quiesced
 MAX_BATCH_BYTES = 8 << 20
@@ -69,39 +67,6 @@ SLEEP_S = 50e-6
 _LIFE = struct.Struct("<Q16s")
 _LIFE_PAGE_BYTES = 4096
 _MAGIC = 0x4C58494E4C4E4547
-_MAX_ADDR = 1 << 63
-
-
-@dataclass(frozen=True)
-class NixlAddress:
-    """How a peer's agent is loaded (`agent`, `metadata` base64) and where its region lies in its process (`base`)."""
-
-    agent: str
-    base: int
-    nonce: str  # hex
-    metadata: str
-
-    def text(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-
-
-def parse_address(text: str) -> NixlAddress:
-    """Raises InvalidInput (field export.address) for text that is no address of this engine."""
-    try:
-        address = NixlAddress(**json.loads(text))
-        if type(address.base) is not int or not 0 < address.base < _MAX_ADDR:
-            raise ValueError("base out of range")
-        if not isinstance(address.agent, str) or not address.agent:
-            raise ValueError("no agent")
-        if len(bytes.fromhex(address.nonce)) != NONCE_BYTES:
-            raise ValueError("nonce of another length")
-        if not base64.b64decode(address.metadata, validate=True):
-            raise ValueError("no metadata")
-        return address
-    except (TypeError, ValueError, AttributeError, RecursionError, binascii.Error) as error:
-        raise InvalidInput(
-            "bad_address", f"export.address is no nixl address: {error}", field="export.address"
-        ) from error
 
 
 def _life_offset(slots: int, slot_bytes: int) -> int:
@@ -371,8 +336,14 @@ class NixlEngine(PoolEngine[_Source]):
         life = _LIFE.pack(_MAGIC, self._nonce)
         at = _life_offset(self._slots, self._slot_bytes)
         region_U8[at : at + len(life)] = np.frombuffer(life, np.uint8)
-        metadata = base64.b64encode(self._agent.metadata()).decode()
-        return NixlAddress(f"genlock-{self._nonce.hex()}", region_U8.ctypes.data, self._nonce.hex(), metadata).text()
+        metadata = self._agent.metadata()
+        return NixlAddress(
+            agent=self._agent.name,
+            base=region_U8.ctypes.data,
+            nonce=self._nonce.hex(),
+            metadata=base64.b64encode(metadata).decode(),
+            sum=metadata_sum(self._agent.name, metadata),
+        ).text()
 
     def _attach(self, export: PoolExport) -> _Source:
         self._sweep()
@@ -394,7 +365,13 @@ class NixlEngine(PoolEngine[_Source]):
                 if remote is not None:
                     remote.users += 1
                     return remote
-            loaded = self._agent.load(base64.b64decode(address.metadata))
+            try:
+                loaded = self._agent.load(base64.b64decode(address.metadata))
+            except Unavailable:
+                self._agent.forget(
+                    address.agent
+                )  # a peer that was loaded by half would stand in the way of the next try
+                raise
             with self._lock:
                 if loaded != address.agent:
                     if loaded not in self._remotes:

@@ -116,12 +116,14 @@ class Agent:
             library = load_library()
         except (ImportError, OSError) as error:
             raise Unavailable("library_missing", f"the nixl library cannot be loaded: {error}") from error
+        self.name = name
         self._library = library
         self._gone: tuple[type[Exception], ...] = (library.nixlRemoteDisconnectError, library.nixlNotFoundError)
         self._errors: tuple[type[Exception], ...] = tuple(
             kind for kind in vars(library).values() if isinstance(kind, type) and issubclass(kind, Exception)
         )
-        self._refusals = (*self._errors, RuntimeError, ValueError)  # also what the C++ behind the library throws
+        # Also what the C++ behind the library throws.
+        self._refusals: tuple[type[Exception], ...] = (*self._errors, RuntimeError, ValueError)
         config = library.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, PROGRESS_DELAY_US
         config.useListenThread, config.captureTelemetry = False, False

@@ -1,0 +1,457 @@
+"""What nixl does that others do not, and what the engine makes of it. Everything runs with the real library."""
+
+import base64
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
+from kvstore.transfer import nixl as nixl_engine
+from kvstore.transfer import nixl_agent
+from kvstore.transfer.base import PagePair, Transfer, TransferState
+from kvstore.transfer.nixl import NixlEngine
+from kvstore.transfer.nixl_address import metadata_sum, parse_address
+from kvstore.transfer.select import make_engine
+from tests.contract.transfer_kit import INCARNATION, TIMEOUT_MS, Child, Kit, Pool, assert_exactly, random_pairs, read
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def stuck_read(kit: Kit) -> tuple[Child, Pool, Transfer]:
+    """A transfer over TCP that timed out because its peer is stopped."""
+    child, reader = kit.child(16, MIB, seed=1), kit.pool(16, MIB)
+    reader.slots[:] = 0
+    peer = reader.engine.connect(child.export)
+    assert read(reader, peer, [PagePair(0, 15)]) is TransferState.DONE
+    child.signal(signal.SIGSTOP)
+    transfer = reader.engine.read_pages(peer, [PagePair(i, 15 - i) for i in range(16)])
+    assert transfer.wait(300) is TransferState.TIMED_OUT
+    return child, reader, transfer
+
+
+def until_quiesced(transfer: Transfer) -> bool:
+    deadline = time.monotonic() + 20
+    while not transfer.quiesced() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return transfer.quiesced()
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_library_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in nixl_agent.PACKAGES:
+        monkeypatch.delitem(sys.modules, f"{package}._bindings", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "nixl_cu12" in (NixlEngine.available() or "")
+    for make in (lambda: make_engine("nixl"), NixlEngine):
+        with pytest.raises(Unavailable) as caught:
+            make()
+        assert caught.value.reason == "library_missing"
+
+
+def test_transports_are_checked(nixl: Kit) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        make_engine("nixl", nixl_transport="carrier_pigeon")
+    assert caught.value.field == "nixl_transport"
+
+
+def test_a_process_keeps_its_environment_its_logging_and_its_exit_code(nixl: Kit) -> None:
+    """The library crashes a process at exit beside the system's libibverbs, and its package resets logging."""
+    code = """
+import logging, os
+logging.basicConfig(filename="/dev/null")
+handlers, before = list(logging._handlerList), dict(os.environ)
+from kvstore.transfer.nixl import NixlEngine
+for transport in ("auto", "tcp"):
+    engine = NixlEngine(transport)
+    engine.allocate(4, 192)
+    engine.publish(1, "layout")
+    engine.close()
+left = NixlEngine()  # dropped without close
+left.allocate(4, 192)
+assert dict(os.environ) == before
+assert [ref() for ref in logging._handlerList] == [ref() for ref in handlers] and logging.raiseExceptions
+assert not any("libibverbs" in line for line in open("/proc/self/maps"))
+print("fine")
+"""
+    if nixl_agent._INFINIBAND.is_dir() and any(nixl_agent._INFINIBAND.iterdir()):
+        pytest.skip("this host has InfiniBand, so its module is loaded")
+    done = in_a_process(code)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "fine", "")
+
+
+def test_what_the_operator_sets_stays(nixl: Kit) -> None:
+    code = """
+import os
+from kvstore.transfer import nixl_agent
+with nixl_agent._environment():
+    print(os.environ["NIXL_LOG_LEVEL"], os.environ["UCX_LOG_LEVEL"])
+print(os.environ.get("NIXL_LOG_LEVEL"), os.environ.get("UCX_LOG_LEVEL"))
+"""
+    assert in_a_process(code, NIXL_LOG_LEVEL="WARN").stdout.split() == ["WARN", "fatal", "WARN", "None"]
+
+
+def test_an_idle_engine_burns_no_core(nixl: Kit) -> None:
+    """With the library's default each of the two agents takes a whole core."""
+    source, reader = nixl.pool(8, 192), nixl.pool(8, 192)
+    peer = reader.engine.connect(source.export)
+    assert read(reader, peer, [PagePair(0, 0)]) is TransferState.DONE
+    started_s = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - started_s < 0.25
+
+
+# -- lives of a pool -------------------------------------------------------------------------------------------------
+
+
+def test_deregistered_memory_can_still_be_read_and_the_life_page_refuses_it(nixl: Kit) -> None:
+    source, reader = nixl.pool(8, 192, seed=1), nixl.pool(8, 192, seed=2)
+    peer = reader.engine.connect(source.export)
+    engine = source.engine
+    assert isinstance(engine, NixlEngine)
+    engine._agent.deregister(engine._region_U8)
+    assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE  # the library does not mind
+    life_at = nixl_engine._life_offset(8, 192)
+    engine._region_U8[life_at : life_at + 64] = 0  # what `close` does first
+    before = reader.buffer.copy()
+    transfer = reader.engine.read_pages(peer, [PagePair(2, 2)])
+    assert transfer.wait(TIMEOUT_MS) is TransferState.FAILED
+    assert transfer.quiesced()
+    np.testing.assert_array_equal(reader.buffer, before)
+    with pytest.raises(TransferError):
+        reader.engine.read_tags(peer, TIMEOUT_MS)
+
+
+def test_close_zeroes_the_life_page(nixl: Kit) -> None:
+    source = nixl.pool(8, 192)
+    region = source.engine._region_U8
+    life_at = nixl_engine._life_offset(8, 192)
+    assert region[life_at : life_at + 24].any()
+    source.engine.close()
+    assert not region[life_at:][:4096].any()
+
+
+@pytest.mark.parametrize("kind", ["nixl", "nixl_tcp"])
+def test_connect_refuses_memory_with_another_nonce(kind: str, request: pytest.FixtureRequest) -> None:
+    kit = request.getfixturevalue(kind)
+    source, reader = kit.pool(8, 192), kit.pool(8, 192)
+    address = replace(parse_address(source.export.address), nonce="00" * 16)
+    with pytest.raises(Unavailable) as caught:
+        reader.engine.connect(replace(source.export, address=address.text()))
+    assert caught.value.reason == "peer_gone"
+    reader.engine.connect(source.export)
+
+
+def test_bad_addresses_are_refused_and_harm_no_connection(nixl: Kit) -> None:
+    """The library itself drops a standing connection when it is given damaged metadata of the same peer."""
+    source, reader = nixl.pool(8, 192, seed=1), nixl.pool(8, 192)
+    peer = reader.engine.connect(source.export)
+    good, rng = json.loads(source.export.address), random.Random(5)
+    metadata = base64.b64decode(good["metadata"])
+    changes: list[dict[str, object]] = [
+        {"metadata": "?"}, {"metadata": 7}, {"metadata": ""}, {"agent": 7}, {"agent": "another"}, {"agent": ""},
+        {"base": -1}, {"base": 1 << 64}, {"base": 1.5}, {"nonce": "00"}, {"sum": "00"}, {"more": 1},
+    ]  # fmt: skip
+    changes += [{"metadata": base64.b64encode(metadata[:cut]).decode()} for cut in (1, 90, len(metadata) - 1)]
+    for _ in range(20):
+        torn = bytearray(metadata)
+        torn[rng.randrange(len(torn))] ^= 1 << rng.randrange(8)
+        changes.append({"metadata": base64.b64encode(torn).decode()})
+    for change in changes:
+        with pytest.raises(InvalidInput) as caught:
+            reader.engine.connect(replace(source.export, address=json.dumps(good | change)))
+        assert caught.value.field == "export.address"
+    assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE
+
+
+def test_metadata_that_the_library_refuses(nixl: Kit) -> None:
+    source, other, reader = nixl.pool(8, 192, seed=1), nixl.pool(8, 192), nixl.pool(8, 192)
+    peer = reader.engine.connect(source.export)
+    good = parse_address(other.export.address)
+    cut = base64.b64decode(good.metadata)[:-9]
+    bad = replace(good, metadata=base64.b64encode(cut).decode(), sum=metadata_sum(good.agent, cut))
+    with pytest.raises(Unavailable) as caught:
+        reader.engine.connect(replace(other.export, address=bad.text()))
+    assert caught.value.reason == "peer_gone"
+    assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE
+    assert read(reader, reader.engine.connect(other.export), [PagePair(1, 2)]) is TransferState.DONE
+
+
+def test_a_refused_connection_does_not_break_another_to_the_same_peer(nixl: Kit) -> None:
+    source, reader = nixl.pool(8, 192, seed=1), nixl.pool(8, 192)
+    peer = reader.engine.connect(source.export)
+    with pytest.raises(Unavailable):
+        reader.engine.connect(replace(source.export, slots=1 << 20))  # beyond what the peer registered
+    with pytest.raises(Unavailable):
+        reader.engine.connect(replace(source.export, incarnation=INCARNATION + 1))
+    assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE
+
+
+# -- peers that stop, leave, die -------------------------------------------------------------------------------------
+
+
+def test_a_stopped_peer_times_out_over_tcp_and_late_bytes_land(nixl_tcp: Kit) -> None:
+    child, reader, transfer = stuck_read(nixl_tcp)
+    assert not transfer.quiesced()
+    at_time_out = reader.buffer.copy()
+    child.signal(signal.SIGCONT)
+    assert until_quiesced(transfer)
+    assert transfer.wait(TIMEOUT_MS) is TransferState.TIMED_OUT  # end states are final
+    landed = reader.slots.copy()
+    assert (reader.buffer != at_time_out).any() or not landed[:15].any()
+    for local in range(15):  # only what was posted, and in its place
+        assert (landed[local] == child.slots[15 - local]).all() or not landed[local].any()
+
+
+def test_what_was_posted_lands_after_the_time_out(nixl_tcp: Kit) -> None:
+    """The reason for quarantine: one page that is on its way when the peer stops is stored when it goes on."""
+    child, reader = nixl_tcp.child(8, MIB, seed=1), nixl_tcp.pool(8, MIB)
+    reader.slots[:] = 0
+    engine, peer = reader.engine, reader.engine.connect(child.export)
+    source = engine._source(peer)
+    child.signal(signal.SIGSTOP)
+    batches = list(engine._batches(source, (3,), (4,)))
+    transfer = nixl_engine.NixlTransfer(engine, source, None, batches)  # without the look: the page itself is posted
+    assert transfer.wait(200) is TransferState.TIMED_OUT
+    assert not transfer.quiesced()
+    assert not reader.slots[4].any()
+    child.signal(signal.SIGCONT)
+    assert until_quiesced(transfer)
+    np.testing.assert_array_equal(reader.slots[4], child.slots[3])
+
+
+def test_a_stuck_read_of_tags_is_not_overtaken(nixl_tcp: Kit) -> None:
+    child, reader = nixl_tcp.child(8, 192), nixl_tcp.pool(8, 192)
+    peer = reader.engine.connect(child.export)
+    child.signal(signal.SIGSTOP)
+    for reason in ("tags_timeout", "tags_stuck"):
+        with pytest.raises(TransferTimeout) as caught:
+            reader.engine.read_tags(peer, 200)
+        assert caught.value.reason == reason
+    child.signal(signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            assert (reader.engine.read_tags(peer, TIMEOUT_MS)[:, 0] == INCARNATION).all()
+            return
+        except TransferTimeout:
+            time.sleep(0.01)
+    pytest.fail("the tags never came")
+
+
+def test_closing_the_engine_proves_that_a_stuck_transfer_ended(nixl_tcp: Kit) -> None:
+    child, reader, transfer = stuck_read(nixl_tcp)
+    view = reader.buffer
+    assert not transfer.quiesced()
+    reader.engine.close()
+    assert transfer.quiesced()
+    kept = view.copy()
+    child.signal(signal.SIGCONT)
+    time.sleep(0.3)
+    np.testing.assert_array_equal(view, kept)
+
+
+def test_a_disconnected_peer_with_a_stuck_read_is_kept_until_it_ends(nixl_tcp: Kit) -> None:
+    child, reader = nixl_tcp.child(8, 192, seed=1), nixl_tcp.pool(8, 192, seed=2)
+    engine, peer = reader.engine, reader.engine.connect(child.export)
+    child.signal(signal.SIGSTOP)
+    transfer = engine.read_pages(peer, [PagePair(1, 1)])
+    with pytest.raises(TransferTimeout):
+        engine.read_tags(peer, 100)
+    engine.disconnect(peer)
+    assert len(engine._remotes) == len(engine._late) == 1
+    assert transfer.wait(100) is TransferState.TIMED_OUT
+    assert not transfer.quiesced()
+    child.signal(signal.SIGCONT)
+    assert until_quiesced(transfer)
+    again = engine.connect(child.export)
+    assert read(reader, again, [PagePair(2, 2)]) is TransferState.DONE
+    engine.disconnect(again)
+    assert engine._remotes == {}
+    assert engine._late == []
+    assert len(engine._cells) == nixl_engine.CELLS
+
+
+def test_a_stopped_peer_can_still_be_read_over_cma(nixl: Kit) -> None:
+    child, reader = nixl.child(8, 192, seed=1), nixl.pool(8, 192)
+    peer = reader.engine.connect(child.export)
+    child.signal(signal.SIGSTOP)
+    assert read(reader, peer, [PagePair(3, 4)]) is TransferState.DONE
+    np.testing.assert_array_equal(reader.slots[4], child.slots[3])
+
+
+def test_a_stopped_peer_is_refused_at_connect_and_holds_up_nobody(nixl_tcp: Kit) -> None:
+    child, source = nixl_tcp.child(8, 192, seed=1), nixl_tcp.pool(8, 192, seed=3)
+    reader = nixl_tcp.pool(8, 192, connect_timeout_ms=400)
+    peer = reader.engine.connect(source.export)
+    child.signal(signal.SIGSTOP)
+    outcome: list[str] = []
+
+    def connect() -> None:
+        with pytest.raises(Unavailable) as caught:
+            reader.engine.connect(child.export)
+        outcome.append(caught.value.reason)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    for _ in range(20):
+        assert read(reader, peer, [PagePair(1, 1)], 2_000) is TransferState.DONE
+    thread.join(10)
+    assert outcome == ["peer_gone"]
+    assert len(reader.engine._late) == 1  # bytes may still land in that buffer
+
+
+def test_after_a_failed_read_nothing_lands(nixl_tcp: Kit) -> None:
+    """The end state of a broken connection is a proof: quiesced, and the buffer stays as it is."""
+    for delay_ms in (0, 1, 3, 10):
+        child, reader = nixl_tcp.child(64, MIB, seed=1), nixl_tcp.pool(64, MIB)
+        peer = reader.engine.connect(child.export)
+        transfer = reader.engine.read_pages(peer, random_pairs(delay_ms, 64, 64, 64))
+        timer = threading.Timer(delay_ms / 1000, child.kill)
+        timer.start()
+        state = transfer.wait(TIMEOUT_MS)
+        timer.join()
+        if state is TransferState.FAILED:
+            assert transfer.quiesced()
+            kept = reader.buffer.copy()
+            time.sleep(0.1)
+            np.testing.assert_array_equal(reader.buffer, kept)
+        reader.engine.close()
+
+
+def test_a_reader_that_leaves_in_the_middle_does_not_harm_the_owner(nixl_tcp: Kit) -> None:
+    child = nixl_tcp.child(64, MIB, seed=1)
+    for seed in range(3):
+        reader = nixl_tcp.pool(64, MIB)
+        transfer = reader.engine.read_pages(reader.engine.connect(child.export), random_pairs(seed, 64, 64, 64))
+        transfer.wait(5)
+        reader.engine.close()
+        assert transfer.quiesced()
+    reader = nixl_tcp.pool(64, MIB)
+    assert read(reader, reader.engine.connect(child.export), [PagePair(1, 2)]) is TransferState.DONE
+    assert child.process.poll() is None
+
+
+@pytest.mark.parametrize("kind", ["nixl", "nixl_tcp"])
+def test_an_owner_that_closes_while_it_is_read_lives_on(kind: str, request: pytest.FixtureRequest) -> None:
+    kit = request.getfixturevalue(kind)
+    child, reader = kit.child(16, MIB, seed=1), kit.pool(16, MIB)
+    peer = reader.engine.connect(child.export)
+    states: list[TransferState] = []
+
+    def pull() -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            states.append(read(reader, peer, random_pairs(len(states), 8, 16, 16), 2_000))
+            if states[-1] is not TransferState.DONE:
+                return
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    while not states and thread.is_alive():
+        time.sleep(0.001)
+    child.tell("close")
+    thread.join(30)
+    assert states[0] is TransferState.DONE
+    assert states[-1] is TransferState.FAILED
+    child.tell("tag 1 1")  # its memory is still there
+    assert child.process.poll() is None
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_pages_become_rows_and_batches(nixl: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = nixl.pool(3000, 64, seed=1), nixl.pool(3000, 64, seed=2)
+    engine = reader.engine
+    peer = engine.connect(source.export)
+
+    def batches(pairs: list[PagePair]) -> list[nixl_engine.Batch]:
+        made = list(engine._batches(engine._source(peer), *zip(*pairs, strict=True)))
+        assert [batch.first for batch in made] == [sum(b.pages for b in made[:i]) for i in range(len(made))]
+        assert sum(batch.nbytes for batch in made) == 64 * len(pairs)
+        return made
+
+    (one,) = batches([PagePair(i, i + 500) for i in range(2500)])
+    assert len(one.rows) == 1  # neighbours are one row
+    scattered = [PagePair(i, 2999 - i) for i in range(3000)]
+    made = batches(scattered)
+    assert [len(batch.rows) for batch in made] == [512] * 5 + [440]
+    before = reader.buffer.copy()
+    assert read(reader, peer, scattered) is TransferState.DONE
+    assert_exactly(before, reader, source.slots, scattered)
+    monkeypatch.setattr(nixl_engine, "MAX_BATCH_BYTES", 64 * 10)
+    assert [batch.pages for batch in batches([PagePair(i, i) for i in range(25)])] == [10, 10, 5]
+    assert [batch.pages for batch in batches(scattered[:25])] == [10, 10, 5]
+
+
+def test_the_deadline_is_looked_at_between_batches(nixl: Kit) -> None:
+    """Over CMA the library copies before it returns, so a batch is the longest that a deadline can be missed by."""
+    now_ms = [0]
+
+    def clock_ms() -> int:
+        now_ms[0] += 10
+        return now_ms[0]
+
+    source, reader = nixl.pool(40, MIB, seed=1), nixl.pool(40, MIB, clock_ms=clock_ms)
+    reader.slots[:] = 0
+    peer, pairs = reader.engine.connect(source.export), [PagePair(i, i) for i in range(40)]
+    transfer = reader.engine.read_pages(peer, pairs)
+    assert transfer.wait(25) is TransferState.TIMED_OUT
+    assert transfer.quiesced()
+    assert not reader.slots[39].any()
+    assert read(reader, peer, pairs) is TransferState.DONE
+
+
+def test_transfers_that_have_not_ended_are_limited(nixl: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = nixl.pool(8, 192, seed=1), nixl.pool(8, 192)
+    engine, peer = reader.engine, reader.engine.connect(source.export)
+    cells, engine._cells[1:] = engine._cells[1:], []
+    first = engine.read_pages(peer, [PagePair(0, 0)])
+    with pytest.raises(TransferError) as caught:
+        engine.read_pages(peer, [PagePair(1, 1)])
+    assert caught.value.reason == "too_many_transfers"
+    assert first.wait(TIMEOUT_MS) is TransferState.DONE
+    assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE  # its cell came back
+    engine._cells += cells
+
+
+def test_failures_are_quiet(nixl: Kit) -> None:
+    code = """
+from dataclasses import replace
+from kvstore.errors import GenlockError
+from kvstore.transfer.base import PagePair
+from kvstore.transfer.nixl import NixlEngine
+pools = [NixlEngine(), NixlEngine()]
+exports = [(e.allocate(8, 192), e.publish(1, "layout"))[1] for e in pools]
+peer = pools[0].connect(exports[1])
+pools[1].close()
+print(pools[0].read_pages(peer, [PagePair(0, 0)]).wait(2000).value)
+try:
+    pools[0].connect(exports[1])
+except GenlockError as error:
+    print(error.reason)
+pools[0].close()
+"""
+    done = in_a_process(code)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["failed", "peer_gone"], "")
