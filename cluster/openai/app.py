@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -149,7 +150,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     """Paths and methods that are not there."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("allow", "")
+        allowed = Headers(error.headers).get("allow", "")
         response = _answer(InvalidInput("method_not_allowed", f"use {allowed} here" if allowed else "another method"))
         if allowed:
             response.headers["allow"] = allowed

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvstore.errors import GenlockError, NoCapacity, PageFault, Unauthenticated, Unavailable
+from kvstore.errors import GenlockError, NoCapacity, Unauthenticated
 
 # The client cancelled; not in the standard, but what proxies write in their logs.
 CLIENT_CLOSED_REQUEST = 499
@@ -69,7 +69,7 @@ def error_headers(error: GenlockError) -> dict[str, str]:
         return {"retry-after": str(math.ceil(wait_ms / 1000)), "retry-after-ms": str(wait_ms)}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
-    # A page that could not be proved is never papered over; a surprise is not cured by asking again.
-    if isinstance(error, PageFault) or (http_status(error) >= 500 and not isinstance(error, Unavailable)):
+    # A page that could not be proved is never papered over; a surprise or a lack of time is not cured by asking again.
+    if http_status(error) in (500, 504):
         return {"x-should-retry": "false"}
     return {}
