@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import grpc.aio
 
 from cluster.config import Config
-from cluster.launch.build import PULL_THREADS, BuiltWorker
+from cluster.launch.build import BuiltWorker
 from cluster.launch.spec import Worker, WorkerSpec
 from cluster.roles import Role
 from decode.core import DecodeCore, DecodeLimits, StartHandoff
@@ -103,7 +103,7 @@ class AggregatedWorker(BuiltWorker):
         limits = DecodeLimits(workers.max_running, workers.max_waiting, context_tokens=info.context_tokens)
         core: DecodeCore[SampledToken] = DecodeCore(self.guard, self._keyer, limits, info.eos_token_ids, os.urandom)
         receiver = PageReceiver(self.guard, self.transfer)
-        self._executor = ThreadPoolExecutor(PULL_THREADS)  # never used: it starts no thread
+        self._executor = ThreadPoolExecutor(1)  # never used: it starts no thread
         local = LocalPrefill(
             self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry()), self._executor, self.tuning.clock,
             self.spec.config.transfer.timeout_ms,

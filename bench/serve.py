@@ -10,6 +10,7 @@ process, without the split and without a transfer), then any OpenAI-compatible s
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -125,6 +126,7 @@ async def _openings(plan: Plan) -> list[Opening]:
         openings.append(partial(_remote, plan, plan.endpoint))
     for peer in plan.peers:
         if peer == AGGREGATED:
+            importlib.import_module("bench.aggregated")  # what cannot be loaded must not fail after the first system
             note = "one process with all workers' threads and pages; no prefix cache"
             openings.append(partial(_private, plan, AGGREGATED, note, _aggregated))
         else:
@@ -195,6 +197,15 @@ def _require_room(shape: Shape, opened: Opened) -> None:
             f"prompt and answer may have {longest} tokens; the context of {opened.name} is {opened.context_tokens}",
             field="--prompt-tokens",
         )
+
+
+def _print(rows: Sequence[ServeRow], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"rows": [asdict(row) for row in rows]}))
+    elif rows:
+        show(rows)
+    for line in remarks(rows):
+        click.echo(line, err=True)
 
 
 def show(rows: Sequence[ServeRow]) -> None:
@@ -307,19 +318,12 @@ def command(
     )
     rows: list[ServeRow] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    interrupted = False
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        try:
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             asyncio.run(measure(plan, rows, progress))
-        except KeyboardInterrupt:
-            interrupted = True
-    if as_json:
-        click.echo(json.dumps({"rows": [asdict(row) for row in rows]}))
-    elif rows:
-        show(rows)
-    for line in remarks(rows):
-        click.echo(line, err=True)
-    if interrupted:
+    except KeyboardInterrupt:
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
+    finally:  # also what was measured before a later system failed
+        _print(rows, as_json)
     return 0 if all(row.ok for row in rows) else 1

@@ -23,7 +23,7 @@ from cluster.launch.launcher import InProcessLauncher
 from cluster.launch.served import load_served
 from cluster.launch.up import Cluster
 from genlock.v1 import inference_pb2 as pb
-from kvstore.errors import InvalidInput
+from kvstore.errors import InvalidInput, Unavailable
 from model.probe import echo_of
 
 PROBE = (
@@ -153,6 +153,17 @@ async def test_a_load_over_the_context_is_refused_before_it_is_sent():
 def test_a_peer_that_cannot_be_is_bad_input(args: list[str], capsys):
     assert run(["bench", "serve", *args]) == 2
     assert "[--peer]" in capsys.readouterr().err
+
+
+def test_a_system_that_cannot_start_does_not_lose_the_others_figures(capsys, monkeypatch):
+    def refuse(_plan: Plan, _report: object) -> Cluster:
+        raise Unavailable("no_peer", "the peer cannot start")
+
+    monkeypatch.setattr(bench.serve, "_aggregated", refuse)
+    assert run([*PROBE, "--rate", "40", "--requests", "3", "--prompt-tokens", "70"]) == 1
+    out, err = capsys.readouterr()
+    assert [row["ok"] for row in json.loads(out)["rows"]] == [3]
+    assert "the peer cannot start" in err
 
 
 def test_interrupted_it_prints_what_it_has_and_stops(capsys, monkeypatch):
