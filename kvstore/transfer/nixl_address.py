@@ -18,7 +18,8 @@ _MAX_ADDR = 1 << 63
 class NixlAddress:
     """How a peer's agent is loaded (`agent`, `metadata` base64) and where its region lies in its process (`base`).
 
-    `sum` is over both: the library takes metadata as it comes, and damaged ones break connections that stand.
+    `sum` is over both: damaged metadata would break a connection that stands, and an agent of the library that has
+    loaded a peer by half (1.5.1) can never load it again.
     """
 
     agent: str

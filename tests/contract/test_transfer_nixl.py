@@ -1,8 +1,10 @@
 """What nixl does that others do not, and what the engine makes of it. Everything runs with the real library."""
 
 import base64
+import ctypes
 import importlib.util
 import json
+import mmap
 import os
 import pathlib
 import random
@@ -194,7 +196,30 @@ def test_metadata_that_the_library_refuses(nixl: Kit) -> None:
         reader.engine.connect(replace(other.export, address=bad.text()))
     assert caught.value.reason == "peer_gone"
     assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE
-    assert read(reader, reader.engine.connect(other.export), [PagePair(1, 2)]) is TransferState.DONE
+
+
+@pytest.mark.parametrize("places", [(2,), (2, 5), (5, 2), (0, 2, 5, 7)])
+def test_memory_that_cannot_be_read_fails_the_whole_batch_and_a_new_connection_heals(
+    nixl: Kit, places: tuple[int, ...]
+) -> None:
+    """The library reports a request's last row only: it calls (2, 5) done."""
+    source, reader = nixl.pool(8, 4096, seed=1), nixl.pool(8, 4096)
+    other = nixl.pool(8, 4096, seed=3)
+    peer, bystander = reader.engine.connect(source.export), reader.engine.connect(other.export)
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.c_void_p(source.slots[2].ctypes.data)
+    assert libc.mprotect(page, ctypes.c_size_t(4096), 0) == 0
+    try:
+        transfer = reader.engine.read_pages(peer, [PagePair(place, 7 - place) for place in places])
+        assert transfer.wait(TIMEOUT_MS) is TransferState.FAILED
+        assert transfer.quiesced()
+        assert read(reader, peer, [PagePair(1, 1)]) is TransferState.FAILED  # the connection is closed for good
+        assert read(reader, bystander, [PagePair(1, 1)]) is TransferState.DONE
+        again = reader.engine.connect(source.export)
+        assert read(reader, again, [PagePair(5, 5)]) is TransferState.DONE
+        np.testing.assert_array_equal(reader.slots[5], source.slots[5])
+    finally:
+        assert libc.mprotect(page, ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_a_refused_connection_does_not_break_another_to_the_same_peer(nixl: Kit) -> None:
@@ -205,6 +230,19 @@ def test_a_refused_connection_does_not_break_another_to_the_same_peer(nixl: Kit)
     with pytest.raises(Unavailable):
         reader.engine.connect(replace(source.export, incarnation=INCARNATION + 1))
     assert read(reader, peer, [PagePair(1, 1)]) is TransferState.DONE
+
+
+def test_a_tag_table_that_cannot_be_read_gives_no_old_tags(nixl: Kit) -> None:
+    source, reader = nixl.pool(8, 4096, seed=1), nixl.pool(8, 4096)
+    peer = reader.engine.connect(source.export)
+    libc = ctypes.CDLL(None, use_errno=True)
+    table = ctypes.c_void_p(source.buffer.ctypes.data)
+    assert libc.mprotect(table, ctypes.c_size_t(4096), 0) == 0
+    try:
+        with pytest.raises(TransferError):
+            reader.engine.read_tags(peer, TIMEOUT_MS)
+    finally:
+        assert libc.mprotect(table, ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 # -- peers that stop, leave, die -------------------------------------------------------------------------------------
