@@ -151,8 +151,13 @@ class LocalPrefill(Handoffs):
         self._wanted, self._post = wanted, post
 
     async def run(
-        self, start: StartHandoff, endpoint: str, worker: str, ends_answer: Callable[[SampledToken], bool]
-    ) -> HandoffResult:
+        self,
+        start: StartHandoff,
+        endpoint: str,
+        worker: str,
+        ends_answer: Callable[[SampledToken], bool],
+        deliver: Callable[[HandoffResult], None],
+    ) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[HandoffResult] = loop.create_future()
 
@@ -170,7 +175,7 @@ class LocalPrefill(Handoffs):
 
         job = _Job(start, time.monotonic(), settle)
         self._post(lambda: self._jobs.append(job))
-        return await future
+        deliver(await future)
 
     def turn(self) -> bool:
         """On the step thread, before each decode step: one chunk. Always lets decode go on."""

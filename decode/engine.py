@@ -211,23 +211,30 @@ class DecodeEngine:
         def ends_answer(token: SampledToken) -> bool:
             return finish_reason(token.token_id, ticket.generated_tokens + 1, ticket.sampling, self._eos) is not None
 
-        try:
-            result = await self._handoffs.run(start, live.endpoint, live.worker, ends_answer)
-        except asyncio.CancelledError:
-            # Mostly the end of the request, which is known then; else the call was closed under us.
-            self._fail_later(start.request_no, Unavailable("handoff_closed", "this worker closed the handoff's call"))
-        except Exception as unexpected:
-            self._fail_later(start.request_no, surprise(unexpected, "handoff"))
-        else:
+        delivered = False
+
+        def deliver(result: HandoffResult) -> None:
+            nonlocal delivered
+            delivered = True
             self.loop.post_quietly(lambda: self._joined(start, result))
 
-    def _fail_later(self, request_no: int, error: GenlockError) -> None:
-        self.loop.post_quietly(lambda: self._deliver(self.core.fail(request_no, error)))
+        error: GenlockError
+        try:
+            await self._handoffs.run(start, live.endpoint, live.worker, ends_answer, deliver)
+            return
+        except asyncio.CancelledError:
+            # Mostly the end of the request, which is known then; else the call was closed under us.
+            error = Unavailable("handoff_closed", "this worker closed the handoff's call")
+        except Exception as unexpected:
+            error = surprise(unexpected, "handoff")
+        if not delivered:
+            self.loop.post_quietly(lambda: self._deliver(self.core.fail(start.request_no, error)))
 
     def _joined(self, start: StartHandoff, result: HandoffResult) -> None:
         live = self._live.get(start.request_no)
         if live is None:
             return
+        live.handoff = None  # its release goes on by itself; the request's end must not cut it short
         facts = live.facts
         facts.queue_ms += result.prefill_queue_ms
         facts.prefill_ms += result.prefill_ms

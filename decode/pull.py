@@ -65,11 +65,16 @@ class Handoffs:
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
     async def run(
-        self, start: StartHandoff, endpoint: str, worker: str, ends_answer: Callable[[SampledToken], bool]
-    ) -> HandoffResult:
-        """One attempt. Raises the typed error that ends the request; prefill's lease is released or cancelled."""
-        attempt = _Attempt(self, start, endpoint, worker, ends_answer)
-        return await attempt.run()
+        self,
+        start: StartHandoff,
+        endpoint: str,
+        worker: str,
+        ends_answer: Callable[[SampledToken], bool],
+        deliver: Callable[[HandoffResult], None],
+    ) -> None:
+        """One attempt. `deliver` gets a verified handoff at once; the lease is released after that, since prefill may
+        be in the middle of a chunk. Raises the typed error that ends the request, never after `deliver`."""
+        await _Attempt(self, start, endpoint, worker, ends_answer).run(deliver)
 
     def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
         channel = self._channels.get(endpoint)
@@ -106,7 +111,7 @@ class _Attempt:
         self._completed_ms = 0
         self._peer: Peer | None = None
 
-    async def run(self) -> HandoffResult:
+    async def run(self, deliver: Callable[[HandoffResult], None]) -> None:
         call = self._shared.stub(self._endpoint).Prefill()  # type: ignore[call-arg] # grpc.aio: written to as it goes
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -116,12 +121,11 @@ class _Attempt:
             ]
             try:
                 await self._wait(reader, puller)
-                result = self._result()
+                deliver(self._result())
             except PageFault:
                 await self._release(call, reader, renewer, suspect=True)
                 raise
             await self._release(call, reader, renewer, suspect=False)
-            return result
         finally:
             for task in tasks:
                 task.cancel()

@@ -68,7 +68,10 @@ class PrefillEngine:
         """Queues a prompt; events reach `sink` from the step thread. Raises what `PrefillCore.submit` raises."""
         if self.draining:
             raise Unavailable("draining", "this prefill worker is draining")
-        return await self.loop.call(lambda: self._submit(ticket, sink), lambda seq: self._cancel(seq.request_no))
+        now_ms = self._clock()  # the wait for the chunk under way is queueing too
+        return await self.loop.call(
+            lambda: self._submit(ticket, sink, now_ms), lambda seq: self._cancel(seq.request_no)
+        )
 
     def cancel(self, request_no: int) -> None:
         """Ends a request whose caller is gone. Safe from any thread and at any time."""
@@ -96,8 +99,8 @@ class PrefillEngine:
 
     # --- on the step thread -------------------------------------------------------------------------------------
 
-    def _submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
-        seq = self.core.submit(ticket, self._clock())
+    def _submit(self, ticket: Ticket, sink: Sink, now_ms: int) -> PrefillSequence:
+        seq = self.core.submit(ticket, now_ms)
         self._sinks[seq.request_no] = sink
         return seq
 
