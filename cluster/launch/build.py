@@ -43,7 +43,7 @@ from prefill.service import PrefillService
 from wire.options import server_options
 from wire.worker_status import WorkerStatusService, pool_status
 
-PULL_THREADS = 2
+PULL_THREADS = 2  # at least
 LOOP_STOP_MS = 10_000
 
 
@@ -210,7 +210,9 @@ class BuiltWorker:
         limits = DecodeLimits(workers.max_running, workers.max_waiting, context_tokens=info.context_tokens)
         core: DecodeCore[SampledToken] = DecodeCore(self.guard, self._keyer, limits, info.eos_token_ids, os.urandom)
         receiver = PageReceiver(self.guard, self.transfer)
-        self._executor = ThreadPoolExecutor(PULL_THREADS, thread_name_prefix=f"pull-{self.worker_id}")
+        # One for each request that may be in handoff, so that a peer that hangs keeps only its own requests waiting.
+        threads = max(PULL_THREADS, workers.max_running)
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"pull-{self.worker_id}")
         self._handoffs = Handoffs(
             self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry()), self._executor,
             self.tuning.clock, self.spec.config.transfer.timeout_ms, self.tuning.pull,
