@@ -2,8 +2,9 @@
 
 *Verified* is what a receiver does: read the pages, judge each page's digest, then read the source's live tags and
 compare them. *Bare* is the engine's own library moving the same pages: for `shm` one copy per page out of the mapped
-pool, for `mooncake` one batch read of its library. Both run alternately in one process, against a pool in another
-process, over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this process.
+pool, for `mooncake` and `nixl` one batch read of their libraries. Both run alternately in one process, against a pool
+in another process, over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this
+process.
 
     python -m bench.transfer --engine shm --pages 1 --pages 16
 """
@@ -28,10 +29,13 @@ from kvstore.transfer.base import PagePair, Peer, PoolExport, TransferState, tag
 from kvstore.transfer.common import I64, U8, slots_of, tags_of
 from kvstore.transfer.mooncake import MooncakeEngine
 from kvstore.transfer.mooncake import parse_address as parse_mooncake
+from kvstore.transfer.nixl import NixlEngine
+from kvstore.transfer.nixl_address import parse_address as parse_nixl
+from kvstore.transfer.nixl_agent import ReadState, Rows
 from kvstore.transfer.shm import ShmEngine
 from kvstore.transfer.shm import parse_address as parse_shm
 
-ENGINES = ("shm", "mooncake")
+ENGINES = ("shm", "mooncake", "nixl")
 PAGE_BYTES = (64 << 10, 401_408, 1 << 20)
 PAGES = (1, 16, 128)
 SECRET = b"benchmark secret"
@@ -57,13 +61,21 @@ class Row:
     rounds: int
 
 
-Engine = ShmEngine | MooncakeEngine
+Engine = ShmEngine | MooncakeEngine | NixlEngine
 
 
 def _make(name: str, page_bytes: int) -> Engine:
     digester = Digester(SECRET, page_bytes)
     digester.warm_up()
-    return ShmEngine(digester) if name == "shm" else MooncakeEngine(digester=digester)
+    if name == "shm":
+        return ShmEngine(digester)
+    return MooncakeEngine(digester=digester) if name == "mooncake" else NixlEngine(digester=digester)
+
+
+def _missing(name: str) -> bool:
+    if name == "mooncake":
+        return MooncakeEngine.available() is not None
+    return name == "nixl" and NixlEngine.available() is not None
 
 
 def _fill(buffer: U8, page_bytes: int) -> None:
@@ -101,7 +113,8 @@ class _Receiver:
         self.model_SU8 = slots_of(model, SLOTS, page_bytes)
         self._tags_S2 = tags_of(model, SLOTS).copy()
         self._digests_S = np.array([self._digester.digest(slot_U8) for slot_U8 in self.model_SU8], np.uint64)
-        self._bare = self._bare_shm(export) if name == "shm" else self._bare_mooncake(export)
+        bare = {"shm": self._bare_shm, "mooncake": self._bare_mooncake, "nixl": self._bare_nixl}
+        self._bare = bare[name](export)
 
     def verified(self, remote_n: I64, local_n: I64) -> None:
         """One batch, proved. Raises TransferError when a check fails."""
@@ -144,6 +157,24 @@ class _Receiver:
             remote = (base + remote_n * self.page_bytes).tolist()
             sizes = [self.page_bytes] * len(local)
             if engine.call(lambda lib: lib.batch_transfer_sync_read(address.session, local, remote, sizes)) != 0:
+                raise TransferError("not_done", "the library's batch failed")
+
+        return read
+
+    def _bare_nixl(self, export: PoolExport) -> Callable[[I64, I64], None]:
+        address = parse_nixl(export.address)
+        engine = self.engine
+        assert isinstance(engine, NixlEngine)
+        agent = engine.agent
+        base, local_base = address.base + tag_table_bytes(SLOTS), self.slots_SU8.ctypes.data
+
+        def read(remote_n: I64, local_n: I64) -> None:
+            local: Rows = [(local_base + slot * self.page_bytes, self.page_bytes, 0) for slot in local_n.tolist()]
+            remote: Rows = [(base + slot * self.page_bytes, self.page_bytes, 0) for slot in remote_n.tolist()]
+            handle, state = agent.post(address.agent, local, remote)
+            while state is ReadState.RUNNING:
+                state = agent.poll(handle)
+            if state is not ReadState.DONE:
                 raise TransferError("not_done", "the library's batch failed")
 
         return read
@@ -194,7 +225,7 @@ def run(
     """Measures every cell, `budget_s` seconds each. Engines whose library cannot be loaded are left out."""
     rows: list[Row] = []
     for engine in engines:
-        if engine == "mooncake" and MooncakeEngine.available() is not None:
+        if _missing(engine):
             continue
         for size in page_bytes:
             command = [sys.executable, "-m", "bench.transfer", "--serve", "--engine", engine, "--page-bytes", str(size)]

@@ -20,7 +20,7 @@ What shapes this file (measured with nixl-cu12 1.5.1; the library's own traits a
 - TCP and CMA know no authentication: whoever reaches UCX's ports (or runs as the same user) can read registered
   memory. Deployments must fence these ports off.
 
-Shape suffixes: S slots, n pages of one batch or rows of one request, U8 bytes.
+Shape suffixes: S slots, n pages of one batch, U8 bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kvstore.transfer.common import (
     tags_of,
 )
 from kvstore.transfer.nixl_address import NONCE_BYTES, NixlAddress, metadata_sum, parse_address
-from kvstore.transfer.nixl_agent import TRANSPORTS, Agent, ReadState, missing, rows_n3
+from kvstore.transfer.nixl_agent import TRANSPORTS, Agent, ReadState, Rows, missing
 
 CELL_BYTES = 64
 CELLS = 1024  # transfers that have not quiesced
@@ -77,15 +77,16 @@ def _life_offset(slots: int, slot_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """One request: rows (local address, remote address, bytes), and the places of its pages in the transfer."""
+    """One request: what goes where, row by row, and the places of its pages in the transfer."""
 
-    rows: tuple[tuple[int, int, int], ...]
+    local_rows: Rows
+    remote_rows: Rows
     first: int = 0
     pages: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(row[2] for row in self.rows)
+        return sum(nbytes for _, nbytes, _ in self.local_rows)
 
 
 @dataclass
@@ -125,9 +126,9 @@ class NixlTransfer(Transfer):
     ) -> None:
         self._engine = engine
         self._source = source
-        self._cell_U8 = engine.cell(look.rows[0][0]) if look is not None else None
+        self._cell_U8 = engine.cell(look.local_rows[0][0]) if look is not None else None
         # A batch of one row tells of its own failure.
-        again = look is not None and any(len(batch.rows) > 1 for batch in batches)
+        again = look is not None and any(len(batch.local_rows) > 1 for batch in batches)
         self._waiting = collections.deque([*([look] if look else []), *batches, *([look] if look and again else [])])
         self._under_way: dict[int, Batch] = {}
         self._look = look
@@ -270,6 +271,11 @@ class NixlEngine(PoolEngine[_Source]):
         return missing()
 
     @property
+    def agent(self) -> Agent:
+        """The library's agent, for measurements of the library alone."""
+        return self._agent
+
+    @property
     def stopped(self) -> bool:
         """True once the library's agent is gone and nothing can land any more."""
         return self._agent.stopped
@@ -293,11 +299,7 @@ class NixlEngine(PoolEngine[_Source]):
             if remote.gone:
                 return 0, ReadState.GONE
             remote.reads += 1
-        rows_nx3 = np.array(batch.rows, np.int64)
-        nbytes_n = rows_nx3[:, 2]
-        handle, state = self._agent.post(
-            remote.agent, rows_n3(rows_nx3[:, 0], nbytes_n), rows_n3(rows_nx3[:, 1], nbytes_n)
-        )
+        handle, state = self._agent.post(remote.agent, batch.local_rows, batch.remote_rows)
         self._note(remote, state)
         return handle, state
 
@@ -408,7 +410,7 @@ class NixlEngine(PoolEngine[_Source]):
             if not self._cells:
                 raise TransferError("too_many_transfers", f"{CELLS} transfers have not ended yet")
             cell = self._cells.pop()
-        look = Batch(((cell, source.life_addr, CELL_BYTES),))
+        look = Batch([(cell, CELL_BYTES, 0)], [(source.life_addr, CELL_BYTES, 0)])
         return NixlTransfer(self, source, look, batches, np.array(local_ids, np.int64))
 
     def _batches(self, source: _Source, remote_ids: Ids, local_ids: Ids) -> Iterator[Batch]:
@@ -417,14 +419,15 @@ class NixlEngine(PoolEngine[_Source]):
         local_base = self.slots_SU8.ctypes.data
         remote_base = source.base + tag_table_bytes(source.export.slots)
         most = max(1, MAX_BATCH_BYTES // size)
-        rows: list[tuple[int, int, int]] = []
+        local_rows, remote_rows = Rows(), Rows()
         start = 0
         for first, pages, remote, local in runs_of(remote_ids, local_ids, most):
-            if rows and (len(rows) == MAX_BATCH_ROWS or first + pages - start > most):
-                yield Batch(tuple(rows), start, first - start)
-                rows, start = [], first
-            rows.append((local_base + local * size, remote_base + remote * size, pages * size))
-        yield Batch(tuple(rows), start, len(remote_ids) - start)
+            if local_rows and (len(local_rows) == MAX_BATCH_ROWS or first + pages - start > most):
+                yield Batch(local_rows, remote_rows, start, first - start)
+                local_rows, remote_rows, start = Rows(), Rows(), first
+            local_rows.append((local_base + local * size, pages * size, 0))
+            remote_rows.append((remote_base + remote * size, pages * size, 0))
+        yield Batch(local_rows, remote_rows, start, len(remote_ids) - start)
 
     def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
         with source.tags_lock:
@@ -436,8 +439,11 @@ class NixlEngine(PoolEngine[_Source]):
             landing[life_at:] = 0
             base = landing.ctypes.data
             # The table is last: of a request's rows only that one tells of its failure; the life page shows its own.
-            rows = ((base + life_at, source.life_addr, CELL_BYTES), (base, source.base, slots * 16))
-            read = source.tags_read = NixlTransfer(self, source, None, [Batch(rows)])
+            table = Batch(
+                [(base + life_at, CELL_BYTES, 0), (base, slots * 16, 0)],
+                [(source.life_addr, CELL_BYTES, 0), (source.base, slots * 16, 0)],
+            )
+            read = source.tags_read = NixlTransfer(self, source, None, [table])
             state = read.wait(timeout_ms)
             if state is TransferState.TIMED_OUT:
                 raise TransferTimeout("tags_timeout", f"the peer's tags did not arrive within {timeout_ms} ms")

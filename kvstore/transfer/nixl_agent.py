@@ -32,12 +32,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvstore.errors import TransferError, TransferTimeout, Unavailable
-from kvstore.transfer.common import I64, U8
+from kvstore.transfer.common import U8
 
 R = TypeVar("R")
+Rows = list[tuple[int, int, int]]  # (address, bytes, 0 for host memory)
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 TRANSPORTS = ("auto", "tcp")
@@ -198,13 +197,14 @@ class Agent:
         with contextlib.suppress(*self._errors):
             self._call(lambda agent: agent.invalidateRemoteMD(name))
 
-    def post(self, name: str, local_n3: I64, remote_n3: I64) -> tuple[int, ReadState]:
-        """Starts reading rows (address, bytes, 0) from a loaded peer; returns a handle for `poll`, and the state.
+    def post(self, name: str, local_rows: Rows, remote_rows: Rows) -> tuple[int, ReadState]:
+        """Starts reading rows from a loaded peer; returns a handle for `poll`, and the state.
 
         Over CMA all bytes are copied in here. A state other than RUNNING is final and needs no `poll`.
         """
         library = self._library
-        local, remote = (library.nixlXferDList(library.DRAM_SEG, rows_n3) for rows_n3 in (local_n3, remote_n3))
+        local = library.nixlXferDList(library.DRAM_SEG, local_rows)
+        remote = library.nixlXferDList(library.DRAM_SEG, remote_rows)
         try:
             handle = self._call(lambda agent: agent.createXferReq(library.NIXL_READ, local, remote, name, "", []))
         except self._errors:
@@ -262,8 +262,3 @@ class Agent:
                 self._regions = regions  # memory that the library may still write to
         if not quiet:
             raise TransferTimeout("close_timeout", f"a call of nixl has not returned within {timeout_ms} ms")
-
-
-def rows_n3(local_addr_n: I64, nbytes_n: I64) -> I64:
-    """int64 [n, 3] descriptors (address, bytes, device 0) as the library takes them."""
-    return np.stack([local_addr_n, nbytes_n, np.zeros_like(nbytes_n)], axis=1)

@@ -38,13 +38,19 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+def stop(child: Child) -> None:
+    """Stops a process; returns once all its threads stand still."""
+    child.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.process.pid, os.WSTOPPED)
+
+
 def stuck_read(kit: Kit) -> tuple[Child, Pool, Transfer]:
     """A transfer over TCP that timed out because its peer is stopped."""
     child, reader = kit.child(16, MIB, seed=1), kit.pool(16, MIB)
     reader.slots[:] = 0
     peer = reader.engine.connect(child.export)
     assert read(reader, peer, [PagePair(0, 15)]) is TransferState.DONE
-    child.signal(signal.SIGSTOP)
+    stop(child)
     transfer = reader.engine.read_pages(peer, [PagePair(i, 15 - i) for i in range(16)])
     assert transfer.wait(300) is TransferState.TIMED_OUT
     return child, reader, transfer
@@ -267,7 +273,7 @@ def test_what_was_posted_lands_after_the_time_out(nixl_tcp: Kit) -> None:
     reader.slots[:] = 0
     engine, peer = reader.engine, reader.engine.connect(child.export)
     source = engine._source(peer)
-    child.signal(signal.SIGSTOP)
+    stop(child)
     batches = list(engine._batches(source, (3,), (4,)))
     transfer = nixl_engine.NixlTransfer(engine, source, None, batches)  # without the look: the page itself is posted
     assert transfer.wait(200) is TransferState.TIMED_OUT
@@ -281,7 +287,7 @@ def test_what_was_posted_lands_after_the_time_out(nixl_tcp: Kit) -> None:
 def test_a_stuck_read_of_tags_is_not_overtaken(nixl_tcp: Kit) -> None:
     child, reader = nixl_tcp.child(8, 192), nixl_tcp.pool(8, 192)
     peer = reader.engine.connect(child.export)
-    child.signal(signal.SIGSTOP)
+    stop(child)
     for reason in ("tags_timeout", "tags_stuck"):
         with pytest.raises(TransferTimeout) as caught:
             reader.engine.read_tags(peer, 200)
@@ -312,7 +318,7 @@ def test_closing_the_engine_proves_that_a_stuck_transfer_ended(nixl_tcp: Kit) ->
 def test_a_disconnected_peer_with_a_stuck_read_is_kept_until_it_ends(nixl_tcp: Kit) -> None:
     child, reader = nixl_tcp.child(8, 192, seed=1), nixl_tcp.pool(8, 192, seed=2)
     engine, peer = reader.engine, reader.engine.connect(child.export)
-    child.signal(signal.SIGSTOP)
+    stop(child)
     transfer = engine.read_pages(peer, [PagePair(1, 1)])
     with pytest.raises(TransferTimeout):
         engine.read_tags(peer, 100)
@@ -333,7 +339,7 @@ def test_a_disconnected_peer_with_a_stuck_read_is_kept_until_it_ends(nixl_tcp: K
 def test_a_stopped_peer_can_still_be_read_over_cma(nixl: Kit) -> None:
     child, reader = nixl.child(8, 192, seed=1), nixl.pool(8, 192)
     peer = reader.engine.connect(child.export)
-    child.signal(signal.SIGSTOP)
+    stop(child)
     assert read(reader, peer, [PagePair(3, 4)]) is TransferState.DONE
     np.testing.assert_array_equal(reader.slots[4], child.slots[3])
 
@@ -342,7 +348,7 @@ def test_a_stopped_peer_is_refused_at_connect_and_holds_up_nobody(nixl_tcp: Kit)
     child, source = nixl_tcp.child(8, 192, seed=1), nixl_tcp.pool(8, 192, seed=3)
     reader = nixl_tcp.pool(8, 192, connect_timeout_ms=400)
     peer = reader.engine.connect(source.export)
-    child.signal(signal.SIGSTOP)
+    stop(child)
     outcome: list[str] = []
 
     def connect() -> None:
@@ -431,10 +437,10 @@ def test_pages_become_rows_and_batches(nixl: Kit, monkeypatch: pytest.MonkeyPatc
         return made
 
     (one,) = batches([PagePair(i, i + 500) for i in range(2500)])
-    assert len(one.rows) == 1  # neighbours are one row
+    assert len(one.local_rows) == 1  # neighbours are one row
     scattered = [PagePair(i, 2999 - i) for i in range(3000)]
     made = batches(scattered)
-    assert [len(batch.rows) for batch in made] == [512] * 5 + [440]
+    assert [len(batch.local_rows) for batch in made] == [512] * 5 + [440]
     before = reader.buffer.copy()
     assert read(reader, peer, scattered) is TransferState.DONE
     assert_exactly(before, reader, source.slots, scattered)
