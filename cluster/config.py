@@ -93,6 +93,11 @@ class CacheConfig:
 @dataclass(frozen=True)
 class TransferConfig:
     engine: str = _setting("shm", "Transfer engine.", choices=("shm", "mooncake", "nixl"))
+    nixl_transport: str = _setting(
+        "auto",
+        "How the nixl engine moves pages; auto takes CMA on one host, RDMA where there is some, else TCP.",
+        choices=("auto", "tcp"),
+    )
     timeout_ms: int = _setting(10_000, "Longest time of one pull.", low=10, high=600_000)
     lease_ms: int = _setting(15_000, "How long prefill keeps promised pages without a renewal.", low=100, high=600_000)
 

@@ -176,7 +176,12 @@ class BuiltWorker:
         secret = self._secret()
         digester = Digester(secret, layout.slot_bytes)
         digester.warm_up()
-        engine = make_engine(config.transfer.engine, digester=digester, host=self.spec.host)
+        engine = make_engine(
+            config.transfer.engine,
+            digester=digester,
+            host=self.spec.host,
+            nixl_transport=config.transfer.nixl_transport,
+        )
         self.transfer = engine if self.tuning.wrap_engine is None else self.tuning.wrap_engine(engine)
         slots = config.cache.prefill_pages if self.role is Role.PREFILL else config.cache.decode_pages
         self.guard = Guard(
