@@ -278,12 +278,26 @@ async def test_a_client_that_sent_its_next_request_early_and_leaves():
     """The server does not read ahead for long, and sees the end all the same."""
     async with scripted(hang) as env:
         _reader, writer = await asyncio.open_connection("127.0.0.1", env.port)
-        writer.write(2 * request_bytes({"model": "toy", "messages": USER}))
+        writer.write(request_bytes({"model": "toy", "messages": USER}))
         async with asyncio.timeout(5):
             while not env.decode.seen:
                 await asyncio.sleep(0.005)
+        writer.write(request_bytes({"model": "toy", "messages": USER}))
+        await asyncio.sleep(0.05)
         writer.close()
         assert await ended([env.decode], 1) == ["cancelled"]
+
+
+async def test_a_client_that_sends_too_much_ahead_is_dropped():
+    async with scripted(hang) as env:
+        _reader, writer = await asyncio.open_connection("127.0.0.1", env.port)
+        writer.write(request_bytes({"model": "toy", "messages": USER}))
+        async with asyncio.timeout(5):
+            while not env.decode.seen:
+                await asyncio.sleep(0.005)
+        writer.write(b"x" * 1_000_000)
+        assert await ended([env.decode], 1) == ["cancelled"]
+        writer.close()
 
 
 async def test_requests_that_follow_each_other_are_answered_in_order():

@@ -45,6 +45,20 @@ def test_each_layer_beats_the_one_before_and_is_remembered():
     assert source(loaded, "api.port") == "default"
 
 
+@pytest.mark.parametrize("layers", [
+    {"environ": {"GENLOCK_API_HTTP_PORT": ""}}, {"environ": {"GENLOCK_API_HTTP_PORT": " "}},
+    {"flags": {"api.http_port": ""}},
+    {"file_text": "api: {http_port: }"}, {"file_text": "api: {http_port: -1}"},
+])  # fmt: skip
+def test_an_empty_http_port_is_off(layers: dict):
+    assert load(**layers).config.api.http_port == -1
+    assert load().config.api.http_port == 8000
+
+
+def test_an_empty_port_of_the_gateway_is_an_error():
+    assert refused(environ={"GENLOCK_API_PORT": ""}).field == "api.port"
+
+
 def test_toml_is_read_too():
     assert load(file_text="[cache]\nscrub = true\n", file_name="x.toml").config.cache.scrub is True
 
