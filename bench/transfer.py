@@ -36,7 +36,7 @@ from kvstore.transfer.shm import ShmEngine
 from kvstore.transfer.shm import parse_address as parse_shm
 
 ENGINES = ("shm", "mooncake", "nixl")
-PAGE_BYTES = (64 << 10, 401_408, 1 << 20)
+PAGE_BYTES = (64 << 10, 391_808, 1 << 20)
 PAGES = (1, 16, 128)
 SECRET = b"benchmark secret"
 SLOTS = 160
@@ -72,10 +72,11 @@ def _make(name: str, page_bytes: int) -> Engine:
     return MooncakeEngine(digester=digester) if name == "mooncake" else NixlEngine(digester=digester)
 
 
-def _missing(name: str) -> bool:
+def _missing(name: str) -> str | None:
+    """Why an engine cannot be used here; None if it can."""
     if name == "mooncake":
-        return MooncakeEngine.available() is not None
-    return name == "nixl" and NixlEngine.available() is not None
+        return MooncakeEngine.available()
+    return NixlEngine.available() if name == "nixl" else None
 
 
 def _fill(buffer: U8, page_bytes: int) -> None:
@@ -221,13 +222,18 @@ def run(
     page_bytes: Sequence[int] = PAGE_BYTES,
     pages: Sequence[int] = PAGES,
     budget_s: float = 1.0,
+    report: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
-    """Measures every cell, `budget_s` seconds each. Engines whose library cannot be loaded are left out."""
+    """Measures every cell, `budget_s` seconds each. Engines whose library cannot be loaded are left out; `report` hears
+    of them, and of each size that is begun."""
     rows: list[Row] = []
     for engine in engines:
-        if _missing(engine):
+        missing = _missing(engine)
+        if missing:
+            report(f"{engine} is left out: {missing}")
             continue
         for size in page_bytes:
+            report(f"{engine}: pages of {size} bytes")
             command = [sys.executable, "-m", "bench.transfer", "--serve", "--engine", engine, "--page-bytes", str(size)]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
                 assert source.stdout is not None
@@ -237,21 +243,39 @@ def run(
     return rows
 
 
-@click.command()
+@click.command(
+    epilog="""\b
+Examples:
+  genlock bench transfer
+  genlock bench transfer --engine shm --page-bytes 391808 --pages 1 --pages 16
+  genlock bench transfer --json"""
+)
 @click.option("--engine", "engines", multiple=True, type=click.Choice(ENGINES), default=ENGINES, show_default=True)
-@click.option("--page-bytes", multiple=True, type=int, default=PAGE_BYTES, show_default=True)
+@click.option("--page-bytes", multiple=True, type=click.IntRange(64), default=PAGE_BYTES, show_default=True)
 @click.option("--pages", multiple=True, type=click.IntRange(1, SLOTS), default=PAGES, show_default=True)
-@click.option("--budget-s", type=float, default=1.0, show_default=True, help="Seconds for each cell.")
+@click.option("--budget-s", type=click.FloatRange(0.01, 600), default=1.0, show_default=True, help="For each cell.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--serve", "as_source", is_flag=True, hidden=True)
-def main(
-    engines: tuple[str, ...], page_bytes: tuple[int, ...], pages: tuple[int, ...], budget_s: float, as_source: bool
-) -> None:
-    """Measures verified against bare page reads and prints JSON."""
+def command(
+    engines: tuple[str, ...], page_bytes: tuple[int, ...], pages: tuple[int, ...], budget_s: float, as_json: bool,
+    as_source: bool,
+) -> int:  # fmt: skip
+    """Measures verified page reads against bare ones, engine by engine."""
     if as_source:
         serve(engines[0], page_bytes[0])
-        return
-    print(json.dumps({"rows": [asdict(row) for row in run(engines, page_bytes, pages, budget_s)]}, indent=1))
+        return 0
+    rows = run(engines, page_bytes, pages, budget_s, lambda line: click.echo(line, err=True))
+    if as_json:
+        click.echo(json.dumps({"rows": [asdict(row) for row in rows]}))
+        return 0
+    click.echo("engine     page bytes  pages  verified GB/s  bare GB/s  ratio  memcpy GB/s  p50 us verified / bare")
+    for row in rows:
+        click.echo(
+            f"{row.engine:9s}  {row.page_bytes:10d}  {row.pages:5d}  {row.gbps_verified:13.2f}  {row.gbps_bare:9.2f}"
+            f"  {row.ratio:5.2f}  {row.gbps_memcpy:11.2f}  {row.p50_us_verified:10.1f} / {row.p50_us_bare:.1f}"
+        )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -8,7 +8,7 @@ from cluster.cli.lazy import LazyCommand, LazyGroup
 
 COMMANDS = {
     "guard": LazyCommand("bench.guard:command", "What the page checks cost."),
-    "transfer": LazyCommand("bench.transfer:main", "How fast pages move, by engine."),
+    "transfer": LazyCommand("bench.transfer:command", "How fast pages move, by engine."),
     "serve": LazyCommand("bench.serve:command", "Throughput and latency of a cluster under load."),
 }
 
