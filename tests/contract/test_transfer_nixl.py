@@ -499,3 +499,43 @@ pools[0].close()
 """
     done = in_a_process(code)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["failed", "peer_gone"], "")
+
+
+THREADS = """
+import random, threading
+from kvstore.transfer.base import PagePair, TransferState
+from kvstore.transfer.nixl import NixlEngine
+engines = [NixlEngine() for _ in range(3)]
+exports = [(engine.allocate(64, 8256), engine.publish(1, "layout"))[1] for engine in engines]
+reader, wrong = engines[0], []
+
+def work(worker):
+    rng = random.Random(worker)
+    for _ in range(80):
+        peer = reader.connect(exports[1 + rng.randrange(2)])
+        for _ in range(5):
+            pairs = [PagePair(rng.randrange(64), worker * 16 + i) for i in range(16)]
+            if reader.read_pages(peer, pairs).wait(10_000) is not TransferState.DONE:
+                wrong.append("not done")
+            if not (reader.read_tags(peer, 10_000)[:, 0] == 1).all():
+                wrong.append("tags")
+        reader.disconnect(peer)
+
+def guarded(worker):
+    try:
+        work(worker)
+    except Exception as error:
+        wrong.append(repr(error))
+
+threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(wrong[:3], reader._remotes)
+for engine in engines: engine.close()
+"""
+
+
+def test_threads_connect_read_and_disconnect_at_once(nixl: Kit) -> None:
+    """In a process of its own: without thread synchronisation the library crashes it more often than not."""
+    done = in_a_process(THREADS)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[] {}", "")
