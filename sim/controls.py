@@ -46,6 +46,19 @@ TOGETHER = (
     ),
 )
 
+# Checks whose absence alone never reached a caller: each is caught at its own stage (ALONE) and then by these.
+HIDDEN_BY: dict[str, str] = {
+    "bounds": "the engine's own range check; behind it the header, the digest and the source's tag",
+    "incarnation": "the header's tag and the source's live tag carry the incarnation too",
+    "header": "the digest covers the header, and the prefix key the place",
+    "source_tag": "header and digest, which prove the bytes; the tag proves that they were still promised",
+    "entry": "the kernel compares the same tags later, and the exit check again",
+    "kernel": "the exit check: a tag that differed in the kernel differs for ever",
+    "exit": "the kernel: what moved on later was still right when it was read",
+    "write": "one thread steps and admits, so a page freed in mid-step has no next owner before the step ends",
+    "pins": "tags: a promised page that is given away is refused, so that the price is a failed request",
+}
+
 
 @dataclass(frozen=True)
 class ControlResult:

@@ -149,7 +149,8 @@ class Mischief:
 
     def _rude(self, worker: Worker) -> None:
         """Calls of the book that a slot's state does not allow: refused, and nothing changes."""
-        for _ in range(RUDE_CALLS if worker.alive else 0):
+        # Without quarantine the book lets counts of pages that were given away end quietly.
+        for _ in range(RUDE_CALLS if worker.alive and self._world.checks.quarantine else 0):
             guard, rng = worker.guard, self._rng
             rare = [i for i in range(guard.slots) if guard.slot_state(i) is SlotState.QUARANTINED]
             page_id = rng.choice(rare) if rare and rng.random() < 0.5 else rng.randrange(guard.slots)

@@ -6,7 +6,7 @@ The seeds are those of `python -m sim --controls`, started near the first violat
 import pytest
 
 from kvstore.checks import check_names
-from sim.controls import ALONE, ANY_LAW, AT_THE_CALLER, TOGETHER
+from sim.controls import ALONE, ANY_LAW, AT_THE_CALLER, HIDDEN_BY, TOGETHER
 from sim.coverage import REJECTS
 from sim.runner import run
 from sim.world import make_kit
@@ -30,7 +30,7 @@ FIRST = {
     "exit": (0, "published_stale"),
     "rows": (64, "wrong_token"),
     "write": (6, "kernel_wrote_foreign"),
-    "quarantine": (3, "refusal_changed_state"),
+    "quarantine": (3, "counts_differ"),
     "tag_bump": (0, "tag_repeats"),
     "pins": (1, "pinned_page_retired"),
 }
@@ -53,6 +53,9 @@ FIRST_AT_THE_CALLER = {
 def test_every_check_has_its_control():
     assert [c.checks for c in ALONE] == [(name,) for name in check_names()]
     assert FIRST.keys() == set(check_names()) == REJECTS.keys()
+    singles = {c.checks[0] for c in TOGETHER if len(c.checks) == 1}
+    assert singles | HIDDEN_BY.keys() == set(check_names())
+    assert not singles & HIDDEN_BY.keys()
     assert FIRST_AT_THE_CALLER.keys() == {c.checks for c in TOGETHER}
 
 
