@@ -70,7 +70,9 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """The draw depends on the seed and the token's position alone. Unset: chosen by the server."""
     max_tokens: _builtins.int
-    """At least 1; prompt and answer together fit the context. Default 128, less where the context is nearly full."""
+    """At least 1; prompt and answer together fit the context. Default: the server's setting (128), less where the
+    context is nearly full.
+    """
     min_tokens: _builtins.int
     """End-of-sequence and stop ids are not sampled before this many tokens. Default 0."""
     ignore_eos: _builtins.bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,16 +13,15 @@ import grpc.aio
 import openai
 
 from cluster.config import load
-from cluster.gateway.served import ServedModel, Sources
-from cluster.gateway.server import Gateway
+from cluster.gateway.served import ServedModel
 from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.launcher import InProcessLauncher
 from cluster.launch.up import Cluster
 from cluster.openai.server import HttpDoor
-from cluster.roles import Role
 from genlock.v1 import inference_pb2_grpc
 from model.load import load_model
-from tests.support.fake_workers import FakeWorker, Script, config, echo, served_model
+from tests.support.fake_workers import Script, echo
+from tests.support.gateway_cluster import cluster
 
 PAGE_TOKENS = 16
 
@@ -34,44 +32,18 @@ def client_of(url: str, key: str = "any") -> openai.AsyncOpenAI:
 
 
 @asynccontextmanager
-async def scripted(
-    script: Script = echo, *, ready: bool = True, authenticator=None, tokenizer=None, **flags: object
-) -> AsyncIterator[SimpleNamespace]:
-    """Scripted workers of both roles behind a gateway with both doors."""
-    workers = [FakeWorker("decode-0", Role.DECODE, script), FakeWorker("prefill-0", Role.PREFILL, script)]
-    counter = itertools.count(1)
-    sources = Sources(
-        now_ms=lambda: time.monotonic() * 1000, random_bytes=lambda count: next(counter).to_bytes(count, "little")
-    )
-    gateway = Gateway(config(api__http_port=0, **flags), served_model(tokenizer), sources, authenticator=authenticator)
-    door = HttpDoor(gateway.state, unix_s=lambda: 1_700_000_000.0)
-    endpoint = await gateway.start()
-    url = await door.start()
-    channel = grpc.aio.insecure_channel(endpoint)
-    client = client_of(url)
-    try:
-        for worker in workers:
-            gateway.add_worker(worker.worker_id, worker.role, await worker.start())
-        if ready:
-            await gateway.wait_ready(5000)
-        yield SimpleNamespace(
-            gateway=gateway,
-            state=gateway.state,
-            door=door,
-            url=url,
-            port=int(url.split(":")[2].split("/")[0]),
-            client=client,
-            decode=workers[0],
-            prefill=workers[1],
-            stub=inference_pb2_grpc.InferenceServiceStub(channel),
-        )
-    finally:
-        await client.close()
-        await channel.close()
-        await gateway.stop(0)
-        await door.stop()
-        for worker in workers:
-            await worker.stop()
+async def scripted(script: Script = echo, **options: object) -> AsyncIterator[SimpleNamespace]:
+    """Scripted workers of both roles behind a gateway with both doors. Options are those of `cluster`."""
+    async with cluster(script, api__http_port=0, **options) as env:
+        door = HttpDoor(env.state, unix_s=lambda: 1_700_000_000.0)
+        env.door, env.url = door, await door.start()
+        env.port = int(env.url.split(":")[2].split("/")[0])
+        env.client = client_of(env.url)
+        try:
+            yield env
+        finally:
+            await env.client.close()
+            await door.stop()
 
 
 @cache
