@@ -215,7 +215,6 @@ class DecodeCore(Generic[T]):
                 continue
             position = len(req.tokens) - 1
             rows.append(PlanRow(req.request_no, (req.tokens[-1],), position, req.pages))
-        rows = [row for row in rows if row.request_no in self._requests]
         if not rows:
             return None, outcomes
         self._next_step += 1
@@ -255,6 +254,7 @@ class DecodeCore(Generic[T]):
             try:
                 req.pages = req.pages.extended(self._guard.allocate(req.request_no, 1))
             except NoCapacity:
+                # The youngest: never one that this step has planned already, since those are older than `req`.
                 victim = next(reversed([r for r in self._requests.values() if r.joined]))
                 self._preempt(victim, now_ms, outcomes)
                 if victim is req:

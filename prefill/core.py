@@ -308,7 +308,6 @@ class PrefillCore(Generic[T]):
         seq.completed = True
         del self._running[seq.request_no]
         self._guard.unshare(seq.pages.refs)
-        self.leases.renew(seq.handoff_id, now_ms)
         assert result.output is not None, "a completed row wanted logits"
         events.append(
             HandoffCompleted(

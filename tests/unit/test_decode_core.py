@@ -208,7 +208,9 @@ def test_a_preempted_answer_equals_an_undisturbed_one():
 
 def test_preemption_gives_the_pages_back_at_once_and_waits_first_in_line():
     side = DecodeSide(slots=4)
+    side.now = 1000
     one, two = side.submit(prompt(1, T + 3), 2 * T), side.submit(prompt(30, T - 1), 2 * T)
+    side.now = 5000
     side.submit(prompt(60, 2), 1)
     while not side.preempted:
         side.turn()
@@ -250,18 +252,18 @@ def test_preempted_too_often_it_fails_typed():
 def test_a_request_in_handoff_is_not_preempted_for_one_that_runs():
     """Its pages may be under a copy; and it has not spent any compute here."""
     side = DecodeSide(slots=4)
-    one = side.submit(prompt(1, T + 3), 6)
+    one = side.submit(prompt(1, T + 3), 10)
     [start] = side.admit()
     side.handoff(start)
     side.submit(prompt(30, T - 1))
     [waiting] = side.admit()
-    while one not in side.preempted and one not in side.finished:
-        if side.step() is None:
-            break
+    while side.step() is not None:
+        assert one not in side.finished
+    assert side.preempted == [one]
     assert side.core.request(waiting.request_no).pages.refs == waiting.local
     side.handoff(waiting)
     side.run()
-    require_right(side, one, prompt(1, T + 3), 6)
+    require_right(side, one, prompt(1, T + 3), 10)
     side.require_baseline()
 
 
