@@ -28,6 +28,7 @@ from wire.errors import from_rpc
 from wire.options import open_channel
 
 RELEASE_TIMEOUT_S = 2.0
+MAX_CHANNELS = 1024
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ class Handoffs:
         be in the middle of a chunk. Raises the typed error that ends the request, never after `deliver`."""
         await _Attempt(self, start, endpoint, worker, ends_answer).run(deliver)
 
-    def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = self._channels[endpoint] = open_channel(endpoint)
+    async def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
+        """Over the one channel to `endpoint`; beyond MAX_CHANNELS the one that was used longest ago is closed."""
+        channel = self._channels.pop(endpoint, None) or open_channel(endpoint)
+        self._channels[endpoint] = channel
+        if len(self._channels) > MAX_CHANNELS:
+            await self._channels.pop(next(iter(self._channels))).close(None)
         return worker_pb2_grpc.PrefillServiceStub(channel)
 
     async def close(self) -> None:
@@ -112,7 +115,8 @@ class _Attempt:
         self._peer: Peer | None = None
 
     async def run(self, deliver: Callable[[HandoffResult], None]) -> None:
-        call = self._shared.stub(self._endpoint).Prefill()  # type: ignore[call-arg] # grpc.aio: written to as it goes
+        stub = await self._shared.stub(self._endpoint)
+        call = stub.Prefill()  # type: ignore[call-arg] # grpc.aio: written to as it goes
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._write(call, worker_pb2.PrefillCommand(ticket=ticket_to_proto(self._start.ticket)))
