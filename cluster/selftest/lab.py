@@ -41,7 +41,8 @@ PAGE_TOKENS = 16
 PROMPT_TOKENS = 64  # four full pages; the probe model's answer spells them all
 REQUEST_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 10.0
-# Another batch size rounds differently.
+# The same pages in another batch give the same numbers to about 1e-7; a prompt that is computed in other chunks, since
+# part of it was cached, rounds differently.
 LOGPROB_TOLERANCE = 0.03
 THIEF = 1 << 40  # an owner number that no request has
 

@@ -140,13 +140,16 @@ def bit_flip(where: str) -> Callable[[Lab], Awaitable[Observed]]:
         await _arm(lab)
         layout = lab.decode.guard.layout
         key, value = layout.streams
-        # The first key in the middle of the network weighs most in a real model; the probe reads from row 1 on.
-        probe = lab.subject.name == "probe"
-        row, middle = (1, 0) if probe else (0, layout.layers // 2)
-        layer = HEADER_BYTES + middle * layout.layer_bytes
+        # Chosen to weigh: the first key in the middle of a real network, and rows that the probe reads (from 1 on). Of
+        # a scale, an exponent bit that leaves a finite number, since the model's own output is checked for others.
+        if lab.subject.name == "probe":
+            layer, code_row, scale = HEADER_BYTES, 1, (value.scales_offset + 1 * 4 + 3, 2)
+        else:
+            layer = HEADER_BYTES + layout.layers // 2 * layout.layer_bytes
+            code_row, scale = 0, (key.scales_offset + 5 * 4 + 3, 1)
         offset, bit = {
-            "payload": (layer + key.codes_offset + row * key.width, 7),
-            "scale": (layer + value.scales_offset + row * 4 + 3, 2 if probe else 6),  # exponent bits
+            "payload": (layer + key.codes_offset + code_row * key.width, 7),
+            "scale": (layer + scale[0], scale[1]),
             "header": (48, 0),
         }[where]
         lab.inject.faults = TransferFaults(bit_flips=(BitFlip(0, offset, bit),))

@@ -1,5 +1,5 @@
-"""Every row of the fault table that one process can show, with the probe model: it fails closed, its neighbour is
-right, every page comes back, and without the row's checks the fault reaches the answer."""
+"""Every row of the fault table that one process can show, with the probe model and with a real one: it fails closed,
+its neighbour is right, every page comes back, and without the row's checks the fault reaches the answer."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ TOLD = {
 }
 
 
-@pytest.fixture(scope="module")
-def subject() -> Subject:
-    return load_subject("probe")
+@pytest.fixture(scope="module", params=["probe", "smollm2"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return load_subject(request.param)
 
 
 @pytest.mark.parametrize("row", IN_PROCESS, ids=lambda row: f"{row.number} {row.name}")
