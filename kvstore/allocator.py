@@ -109,13 +109,33 @@ class PageAllocator:
     def claim(self, refs: Sequence[PageRef], owner: int) -> None:
         """Takes a hold on pages that are about to be written: `owner`'s own open pages that nobody else may write.
 
-        All or none. Raises StalePage, LifecycleError ('not_open', 'not_owner', 'page_busy'). `prove` ends it.
+        All or none. Raises StalePage, LifecycleError ('not_open', 'not_owner', 'page_busy'). `unclaim` ends it.
         """
+        if len(refs) == 1:  # every row of a decode step, every step: the checks below in one line
+            (ref,) = refs
+            slot = self._slots[ref.page_id] if 0 <= ref.page_id < len(self._slots) else Slot()
+            if (
+                slot.owner == owner
+                and slot.state is SlotState.OPEN
+                and not slot.holds
+                and ref.tag == (self.incarnation, slot.generation)
+            ):
+                self._apply(ref.page_id, SlotEvent.HOLD)
+                return
         self.require_open(refs, owner)
         if len({ref.page_id for ref in refs}) != len(refs) or any(self._slots[ref.page_id].holds for ref in refs):
             raise LifecycleError("page_busy", "a page to be written may still be written by somebody else")
         for ref in refs:
             self._apply(ref.page_id, SlotEvent.HOLD)
+
+    def unclaim(self, refs: Iterable[PageRef]) -> None:
+        """Ends holds that `claim` took; a page that was given back meanwhile leaves quarantine."""
+        for ref in refs:
+            slot = self._slots[ref.page_id]
+            if slot.holds and slot.generation == ref.tag.generation:
+                self._apply(ref.page_id, SlotEvent.PROVE)
+            else:
+                self.prove((ref,))
 
     def retire(self, refs: Iterable[PageRef], owner: int) -> None:
         """Frees the owner's pages, all or none (into quarantine while an engine may touch them).

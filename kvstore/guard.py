@@ -116,6 +116,12 @@ class Guard:
             self._pool.set_tag(page_id, self._book.live_tag(page_id))
         self.export = engine.publish(incarnation, layout.canonical())
 
+    def count_all(self, amounts: Sequence[tuple[str, int]]) -> None:
+        """`count` for several at once."""
+        with self._count_lock:
+            for name, amount in amounts:
+                self.counters[name] += amount
+
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to `counters`. `counters[name] += 1` alone loses events when several threads count."""
         with self._count_lock:
@@ -310,13 +316,15 @@ class Guard:
             self.layout, pool.slots_SU8, pool.live_S2, arrays.slot_N, arrays.offset_N, arrays.write_expected_N2,
             arrays.row_N, flags, self.checks.write,
         )  # fmt: skip
-        self.count("read_kernel", int(arrays.page_count_B.sum()) * self.layout.layers)
-        self.count("write_rows", len(arrays.row_N))
+        pages = sum(len(row.pages.refs) for row in plan.rows)
+        self.count_all((("read_kernel", pages * self.layout.layers), ("write_rows", len(arrays.row_N))))
         claimed = self._claim_writes(plan, arrays) if self.checks.write else []
         try:
             yield GuardedStep(self, plan, arrays, read, write)
         finally:
-            self.prove(claimed)
+            if claimed:
+                with self._lock:
+                    self._book.unclaim(claimed)
 
     def _exit(self, step: GuardedStep, outputs: Sequence[tuple[int, T]]) -> list[Published[T]]:
         arrays, plan = step.arrays, step.plan

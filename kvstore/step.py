@@ -9,6 +9,7 @@ Shape suffixes: B rows, N packed new tokens, P pages of the longest row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.ids import PageRef
-from kvstore.step_kernels import check_rows, fold_pages, seal_row
+from kvstore.step_kernels import check_rows, fold_pages, seal_row, seal_rows
 from kvstore.tables import I32, I64
 
 
@@ -81,7 +82,17 @@ class StepPlan:
 
     @cached_property
     def seal_B(self) -> I64:
-        return np.array([row.seal for row in self.rows], dtype=np.int64)
+        """The rows' seals, from the rows themselves, before anything is packed for the kernels."""
+        rows = self.rows
+        start_B1 = np.array([0, *itertools.accumulate(len(row.token_ids) for row in rows)], dtype=np.int64)
+        seal_B: I64 = seal_rows(
+            self.request_no_B,
+            np.array([row.pages.fold for row in rows], dtype=np.uint64),
+            np.array([row.first_position for row in rows], dtype=np.int64),
+            start_B1,
+            np.array([token for row in rows for token in row.token_ids], dtype=np.int64),
+        )
+        return seal_B
 
     @cached_property
     def wanting_R(self) -> I64:
@@ -98,9 +109,10 @@ class StepPlan:
     @cached_property
     def repeated_B(self) -> npt.NDArray[np.bool_]:
         """Rows whose request number is not theirs alone."""
-        _, inverse_B, count_B = np.unique(self.request_no_B, return_inverse=True, return_counts=True)
-        repeated_B: npt.NDArray[np.bool_] = count_B[inverse_B] > 1
-        return repeated_B
+        numbers = [row.request_no for row in self.rows]
+        if len(set(numbers)) == len(numbers):
+            return np.zeros(len(numbers), dtype=np.bool_)
+        return np.array([numbers.count(number) > 1 for number in numbers], dtype=np.bool_)
 
 
 @dataclass
@@ -172,26 +184,25 @@ class StepArrays:
         if not self._shaped():
             self.flags_B |= flag
             return
+        plan = self.plan
         check_rows(
-            self.request_no_B, self.seal_B, self.token_ids_N, self.position_N, self.query_start_B1,
+            plan.request_no_B, plan.seal_B, plan.repeated_B, plan.wanting_R, plan.last_R, self.logits_row_R,
+            self.logits_at_R, self.request_no_B, self.seal_B, self.token_ids_N, self.position_N, self.query_start_B1,
             self.page_ids_BP, self.expected_BP2, self.context_len_B, self.page_count_B, self.slot_N,
             self.offset_N, self.write_expected_N2, self.row_N, self.page_tokens, self.flags_B, flag,
         )  # fmt: skip
-        plan = self.plan
-        # Arrays may agree among themselves and still be another order of rows than the one that is published.
-        bad_B = (self.seal_B != plan.seal_B) | (self.request_no_B != plan.request_no_B) | plan.repeated_B
-        bad_R = (self.logits_row_R != plan.wanting_R) | (self.logits_at_R != plan.last_R)
-        bad_B[plan.wanting_R[bad_R]] = True
-        self.flags_B[bad_B] |= flag
 
     def _shaped(self) -> bool:
-        rows, tokens, wanting = len(self.plan.rows), self.plan.tokens, len(self.plan.wanting_R)
-        wide = self.page_ids_BP.shape[1] if self.page_ids_BP.ndim == 2 else 0
-        shapes = (
-            (self.request_no_B, (rows,)), (self.seal_B, (rows,)), (self.token_ids_N, (tokens,)),
-            (self.position_N, (tokens,)), (self.query_start_B1, (rows + 1,)), (self.page_ids_BP, (rows, wide)),
-            (self.expected_BP2, (rows, wide, 2)), (self.context_len_B, (rows,)), (self.page_count_B, (rows,)),
-            (self.slot_N, (tokens,)), (self.offset_N, (tokens,)), (self.write_expected_N2, (tokens, 2)),
-            (self.row_N, (tokens,)), (self.logits_at_R, (wanting,)), (self.logits_row_R, (wanting,)),
-        )  # fmt: skip
-        return all(array.shape == shape for array, shape in shapes)
+        B, N, R = (len(self.plan.rows),), (self.plan.tokens,), (len(self.plan.wanting_R),)
+        wide = self.page_ids_BP.shape[1:]
+        return (
+            self.request_no_B.shape == self.seal_B.shape == self.context_len_B.shape == self.page_count_B.shape == B
+            and self.token_ids_N.shape == self.position_N.shape == self.slot_N.shape == N
+            and self.offset_N.shape == self.row_N.shape == N
+            and self.logits_at_R.shape == self.logits_row_R.shape == R
+            and self.query_start_B1.shape == (B[0] + 1,)
+            and len(wide) == 1
+            and self.page_ids_BP.shape == B + wide
+            and self.expected_BP2.shape == (*B, *wide, 2)
+            and self.write_expected_N2.shape == (*N, 2)
+        )

@@ -44,7 +44,24 @@ def seal_row(request_no, pages_fold, first_position, token_ids):
 
 
 @nb.njit(cache=True, nogil=True)
+def seal_rows(request_no_B, fold_B, first_B, token_start_B1, token_ids_N):
+    """Seals of all rows of a plan, int64 [B]: one call, since calling costs more than sealing."""
+    seal_B = np.empty(request_no_B.shape[0], np.int64)
+    for b in range(request_no_B.shape[0]):
+        tokens = token_ids_N[token_start_B1[b] : token_start_B1[b + 1]]
+        seal_B[b] = seal_row(request_no_B[b], fold_B[b], first_B[b], tokens)
+    return seal_B
+
+
+@nb.njit(cache=True, nogil=True)
 def check_rows(
+    plan_request_no_B,
+    plan_seal_B,
+    plan_repeated_B,
+    plan_wanting_R,
+    plan_last_R,
+    logits_row_R,
+    logits_at_R,
     request_no_B,
     seal_B,
     token_ids_N,
@@ -62,7 +79,14 @@ def check_rows(
     flags_B,
     flag,
 ):
-    """ORs `flag` into rows whose packed arrays are not what the plan row said."""
+    """ORs `flag` into rows whose packed arrays are not what the plan row said. Shapes were checked before.
+
+    Arrays may agree among themselves and still be another order of rows than the one that is published: each row's
+    number, seal and place of its logits are compared with the plan's own.
+    """
+    for r in range(plan_wanting_R.shape[0]):
+        if logits_row_R[r] != plan_wanting_R[r] or logits_at_R[r] != plan_last_R[r]:
+            flags_B[plan_wanting_R[r]] |= flag
     for b in range(request_no_B.shape[0]):
         start, end = query_start_B1[b], query_start_B1[b + 1]
         pages = page_count_B[b]
@@ -82,6 +106,7 @@ def check_rows(
                     bad |= slot_N[n] != page_ids_BP[b, index] or offset_N[n] != position_N[n] % page_tokens
                     bad |= write_expected_N2[n, 0] != expected_BP2[b, index, 0]
                     bad |= write_expected_N2[n, 1] != expected_BP2[b, index, 1]
+        bad |= seal_B[b] != plan_seal_B[b] or request_no_B[b] != plan_request_no_B[b] or plan_repeated_B[b]
         if bad:
             flags_B[b] |= flag
 
