@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import sys
 from collections.abc import Sequence
 
 import click
@@ -39,7 +41,9 @@ def command(models: tuple[str, ...], numbers: tuple[str, ...], no_processes: boo
     Exit code 1 if any row is not fail-closed."""
     rows = _chosen(numbers, no_processes)
     logging.getLogger("genlock").setLevel(logging.CRITICAL)  # faults are the point; their log lines are not
-    results = asyncio.run(_run(models or MODELS, rows))
+    # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        results = asyncio.run(_run(models or MODELS, rows))
     if output == "json":
         click.echo(json.dumps(as_json(results)))
     else:

@@ -1,0 +1,57 @@
+"""`genlock selftest` prints its result on stdout and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.selftest import cli
+from cluster.selftest.rows import ROWS
+from cluster.selftest.run import RowResult
+from kvstore.errors import InvalidInput
+
+
+def result(**changes: object) -> RowResult:
+    values: dict[str, object] = {
+        "number": "4", "name": "a row", "model": "probe", "error": "ABORTED/header_mismatch", "tokens_sent": 0,
+        "fail_closed": True, "neighbour_ok": True, "pages_back": True, "checks_off": ("header",), "control_wrong": True,
+    }  # fmt: skip
+    return RowResult(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *results: RowResult, args: tuple[str, ...] = ()):
+    async def noisy(models, rows):
+        print("a library that writes to stdout")
+        return list(results)
+
+    monkeypatch.setattr(cli, "_run", noisy)
+    return CliRunner().invoke(cli.command, [*args], standalone_mode=False)
+
+
+def test_json_is_all_that_stdout_gets(monkeypatch):
+    done = run(monkeypatch, result(), args=("-o", "json"))
+    told = json.loads(done.stdout)
+    assert told["ok"] is True
+    assert told["rows"][0]["name"] == "a row"
+    assert done.return_value == 0
+
+
+@pytest.mark.parametrize("field", ["fail_closed", "neighbour_ok", "pages_back", "control_wrong"])
+def test_any_row_that_is_not_as_it_must_be_fails_the_command(monkeypatch, field):
+    done = run(monkeypatch, result(), result(**{field: False}), args=("-o", "json"))
+    assert json.loads(done.stdout)["ok"] is False
+    assert done.return_value == 1
+
+
+def test_the_table_names_rows_and_verdicts(monkeypatch):
+    done = run(monkeypatch, result(), result(fail_closed=False))
+    assert "1 of 2 rows" in done.stdout
+    assert "NOT FAIL-CLOSED" in done.stdout
+
+
+def test_an_unknown_row_is_refused_with_the_known_ones(monkeypatch):
+    done = run(monkeypatch, args=("--row", "99"))
+    assert isinstance(done.exception, InvalidInput)
+    assert ROWS[0].number in done.exception.message
