@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.console import Console
@@ -40,15 +40,26 @@ def command(models: tuple[str, ...], numbers: tuple[str, ...], no_processes: boo
 
     Exit code 1 if any row is not fail-closed."""
     rows = _chosen(numbers, no_processes)
-    logging.getLogger("genlock").setLevel(logging.CRITICAL)  # faults are the point; their log lines are not
     # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _quiet_logs():
         results = asyncio.run(_run(models or MODELS, rows))
     if output == "json":
         click.echo(json.dumps(as_json(results)))
     else:
         _print_table(results)
     return 0 if all(r.ok for r in results) else 1
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Faults are the point here; the lines that they log are not."""
+    logger = logging.getLogger("genlock")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _chosen(numbers: Sequence[str], no_processes: bool) -> list[Row]:

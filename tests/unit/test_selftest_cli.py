@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from click.testing import CliRunner
@@ -49,6 +50,13 @@ def test_the_table_names_rows_and_verdicts(monkeypatch):
     done = run(monkeypatch, result(), result(fail_closed=False))
     assert "1 of 2 rows" in done.stdout
     assert "NOT FAIL-CLOSED" in done.stdout
+
+
+def test_logs_are_as_before_once_it_is_over(monkeypatch):
+    logger = logging.getLogger("genlock")
+    before = logger.level
+    run(monkeypatch, result())
+    assert logger.level == before
 
 
 def test_an_unknown_row_is_refused_with_the_known_ones(monkeypatch):
