@@ -63,7 +63,6 @@ class DecodeHooks:
     """Fault injection; production leaves it empty. Runs on the step thread before each plan."""
 
     before_plan: Callable[[], bool] | None = None  # False: do not compute now
-    on_plan: Callable[[StepPlan], StepPlan] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,6 @@ class DecodeEngine:
         self._deliver(outcomes)
         if plan is None:
             return bool(outcomes)
-        if self._hooks.on_plan is not None:
-            plan = self._hooks.on_plan(plan)
         published = self._runner.run(plan, {row.request_no: self._sample_row(row.request_no) for row in plan.rows})
         self._steps += 1
         self._count(plan)

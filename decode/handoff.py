@@ -80,7 +80,6 @@ class HandoffReceiver(Generic[T]):
         self._local = local
         self._checks = checks
         self._promised: set[int] = set()
-        self._promises = 0
         self._verified: set[int] = set()
 
     @property
@@ -145,7 +144,6 @@ class HandoffReceiver(Generic[T]):
             raise StalePage("page_after_end", "a page was promised after the handoff was complete")
         if not 0 <= index < self.expected.count:
             raise StalePage("page_not_expected", f"the prompt has no page {index}")
-        self._promises += 1
         if index in self._promised:
             if self._checks.exact_set:
                 raise StalePage("duplicate_page", f"page {index} was promised twice")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.ids import PageRef
-from kvstore.step_kernels import check_rows, fold_pages, seal_row, seal_rows
+from kvstore.step_kernels import check_rows, fold_pages, seal_rows
 from kvstore.tables import I32, I64
 
 
@@ -53,12 +53,6 @@ class PlanRow:
     first_position: int
     pages: PageRun
     wants_logits: bool = True
-
-    @cached_property
-    def seal(self) -> int:
-        return int(
-            seal_row(self.request_no, self.pages.fold, self.first_position, np.array(self.token_ids, dtype=np.int64))
-        )
 
     @property
     def context_len(self) -> int:

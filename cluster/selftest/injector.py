@@ -22,7 +22,6 @@ from kvstore.transfer.faulty import FaultyEngine
 from model.attention.base import KvStep
 from model.base import LanguageModel
 from model.runner import StepHooks
-from prefill.engine import PrefillHooks
 
 Message = worker_pb2.HandoffEvent
 
@@ -60,9 +59,7 @@ class Injector:
         )
 
     def prefill_tuning(self, checks: Checks, model: LanguageModel, clock: Callable[[], int]) -> WorkerTuning:
-        return WorkerTuning(
-            checks=checks, model=model, clock=lambda: clock() + self.clock_shift_ms, prefill=PrefillHooks()
-        )
+        return WorkerTuning(checks=checks, model=model, clock=lambda: clock() + self.clock_shift_ms)
 
     def _wrap_engine(self, engine: TransferEngine) -> TransferEngine:
         hooks = FaultHooks(before_copy=self._before_copy, between_halves=self._between_halves)

@@ -56,7 +56,6 @@ class Seen:
 class Hooks(Injector):
     """Passes everything on; a test replaces what it needs. `victim` limits nothing here."""
 
-    prefill_hooks: PrefillHooks = PrefillHooks()
     each_event: Callable[[StartHandoff, Message], list[Message]] | None = None
     each_pull: Callable[[StartHandoff, tuple[PageOrder, ...]], None] | None = None
     before_prefill_plan: Callable[[], bool] | None = None
