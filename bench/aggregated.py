@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
-from cluster.config import Config
 from cluster.launch.build import BuiltWorker
 from cluster.launch.spec import Worker, WorkerSpec
 from cluster.roles import Role
+from cluster.settings import Config
 from decode.core import DecodeCore, DecodeLimits, StartHandoff
 from decode.engine import DecodeEngine, DecodeHooks
 from decode.peers import PeerTable

@@ -28,8 +28,8 @@ from cluster.cli.client import connect
 from cluster.cli.options import cluster_options, load_settings, settings_options
 from cluster.cli.render import stdout, table
 from cluster.cli.up import cluster_flags, make_cluster
-from cluster.config import Config
 from cluster.launch.up import Cluster
+from cluster.settings import Config
 from kvstore.errors import InvalidInput
 
 AGGREGATED, NO_PEER = "aggregated", "none"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cluster.cli.client import Client
-    from cluster.config import Config
     from cluster.launch.up import Cluster
+    from cluster.settings import Config
     from genlock.v1 import inference_pb2 as pb
     from genlock.v1 import operator_pb2
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.options import cluster_options, load_settings, settings_options
-from cluster.config import Config
+from cluster.settings import Config
 
 if TYPE_CHECKING:
     from cluster.gateway.identity import Authenticator

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.config import ApiConfig
+from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput
 from model.sampling import SamplingParams

@@ -15,12 +15,12 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cluster.config import ApiConfig
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
 from cluster.gateway.fleet import Claim
 from cluster.gateway.state import GatewayState
 from cluster.router import Route, route_many
+from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, GenlockError, Unavailable

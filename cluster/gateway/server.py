@@ -9,7 +9,6 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.config import Config
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.operator import OperatorService
 from cluster.gateway.poller import Poller
@@ -17,6 +16,7 @@ from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.service import InferenceService
 from cluster.gateway.state import GatewayState
 from cluster.roles import Role
+from cluster.settings import Config
 from genlock.v1 import inference_pb2, inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
 from wire.interceptor import TypedErrors

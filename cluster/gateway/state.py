@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from cluster.config import Config
 from cluster.gateway.admission import ModelLimits
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, SingleTenant
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.roles import Role
+from cluster.settings import Config
 from genlock.v1 import worker_pb2_grpc
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
 from wire.options import open_channel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.config import Config
 from cluster.gateway.served import ServedModel
+from cluster.settings import Config
 
 
 async def load_served(config: Config) -> ServedModel:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.config import Config
 from cluster.roles import Role
+from cluster.settings import Config
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.config import Config, with_secret
+from cluster.config import with_secret
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.server import Gateway
@@ -17,6 +17,7 @@ from cluster.gateway.state import GatewayState
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
+from cluster.settings import Config
 
 READY_TIMEOUT_MS = 30_000
 

@@ -15,13 +15,14 @@ from functools import cached_property
 
 import grpc.aio
 
-from cluster.config import Config, load
+from cluster.config import load
 from cluster.gateway.served import GatewayTokenizer, ServedModel, Sources, StreamChecks
 from cluster.gateway.server import Gateway
 from cluster.launch.build import BuiltWorker, WorkerTuning, monotonic_ms
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from cluster.selftest.injector import Injector
+from cluster.settings import Config
 from decode.engine import DecodeEngine
 from genlock.v1 import inference_pb2, inference_pb2_grpc
 from kvstore.checks import ALL_CHECKS, Checks

@@ -18,10 +18,11 @@ from bench.load import Sample, ServeRow, Shape, Spread
 from bench.serve import Plan, measure
 from cluster.cli.client import connect
 from cluster.cli.main import run
-from cluster.config import Config, load
+from cluster.config import load
 from cluster.launch.launcher import InProcessLauncher
 from cluster.launch.served import load_served
 from cluster.launch.up import Cluster
+from cluster.settings import Config
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput, Unavailable
 from model.probe import echo_of

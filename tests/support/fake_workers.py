@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from cluster.config import Config, load
+from cluster.config import load
 from cluster.gateway.served import ServedModel
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
+from cluster.settings import Config
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
 from model.base import ModelInfo

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from cluster.config import MASK, Config, LoadedConfig, load, with_secret
+from cluster.config import MASK, LoadedConfig, load, with_secret
+from cluster.settings import Config
 from kvstore.errors import InvalidInput
 
 

@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from cluster.config import ApiConfig
 from cluster.gateway.admission import ModelLimits, check_request, choice_seed, fit_sampling
 from cluster.gateway.identity import Caller, SingleTenant, authenticator_from
+from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput, Unauthenticated
 

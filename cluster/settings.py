@@ -1,0 +1,134 @@
+"""The settings: one frozen dataclass a section, every field with its rules. Read by `cluster/config.py` alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.layout import MAX_PAGE_TOKENS, WORKING_FORMATS
+
+
+def _setting(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+    check: Callable[[Any], str] | None = None,
+    empty: Any = None,
+) -> Any:
+    """A field with its rules. `check` returns what is wrong with a value, or an empty text; `empty` is what a blank
+    text means where it means anything."""
+    rules = {"doc": doc, "low": low, "high": high, "choices": choices, "secret": secret, "check": check, "empty": empty}
+    return field(default=default, metadata=rules)
+
+
+def _page_tokens(value: int) -> str:
+    return "" if value % 4 == 0 else "must be a multiple of 4"
+
+
+def _hex_secret(value: str) -> str:
+    if value and not re.fullmatch(r"[0-9a-fA-F]{32,128}", value):
+        return "must be 32 to 128 hexadecimal digits, or empty for a random one"
+    return ""
+
+
+def _not_blank(value: str) -> str:
+    return "" if value.strip() else "must not be empty"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = _setting("smollm2", "Model to serve: a known name.", check=_not_blank)
+    path: str = _setting("", "Folder or file of the checkpoint; empty: where the named model is installed.")
+    linears: str = _setting(
+        "auto",
+        "Precision of linear layers; auto takes the fastest that this host has.",
+        choices=("auto", "fp32", "fp16"),
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    page_tokens: int = _setting(32, "Token positions of one KV page.", low=4, high=MAX_PAGE_TOKENS, check=_page_tokens)
+    kv_format: str = _setting(
+        "int8", "Format of KV in pages.", choices=tuple(sorted(kv_format.value for kv_format in WORKING_FORMATS))
+    )
+    attention: str = _setting("auto", "Attention kernels.", choices=("auto", "reference", "cpu", "triton"))
+    prefill_pages: int = _setting(512, "Pages in the pool of a prefill worker.", low=2, high=1 << 22)
+    decode_pages: int = _setting(1024, "Pages in the pool of a decode worker.", low=2, high=1 << 22)
+    scrub: bool = _setting(True, "Overwrite pages with zeros when they are retired.")
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    engine: str = _setting("shm", "Transfer engine.", choices=("shm", "mooncake", "nixl"))
+    nixl_transport: str = _setting(
+        "auto",
+        "How the nixl engine moves pages; auto takes CMA on one host, RDMA where there is some, else TCP.",
+        choices=("auto", "tcp"),
+    )
+    timeout_ms: int = _setting(10_000, "Longest time of one pull.", low=10, high=600_000)
+    lease_ms: int = _setting(15_000, "How long prefill keeps promised pages without a renewal.", low=100, high=600_000)
+
+
+@dataclass(frozen=True)
+class WorkersConfig:
+    prefill: int = _setting(1, "Prefill workers.", low=1, high=256)
+    decode: int = _setting(1, "Decode workers.", low=1, high=256)
+    host: str = _setting("127.0.0.1", "Address that workers listen on.", check=_not_blank)
+    cpus: float = _setting(0.5, "CPUs that Ray reserves for one worker.", low=0.01, high=256.0)
+    threads: int = _setting(1, "Compute threads of one worker.", low=1, high=256)
+    chunk_tokens: int = _setting(256, "Most prompt tokens of one prefill step.", low=1, high=65_536)
+    max_running: int = _setting(8, "Most requests in one step of a worker.", low=1, high=4096)
+    max_waiting: int = _setting(32, "Most requests that wait for admission at a worker.", low=0, high=65_536)
+    start_timeout_ms: int = _setting(180_000, "Longest start of one worker.", low=100, high=3_600_000)
+    drain_timeout_ms: int = _setting(10_000, "Longest wait for running requests at a stop.", low=0, high=3_600_000)
+    status_poll_ms: int = _setting(500, "Time between two looks at a worker.", low=10, high=60_000)
+    status_timeout_ms: int = _setting(2_000, "Longest wait for a worker's status.", low=10, high=60_000)
+    stall_ms: int = _setting(
+        60_000, "A step loop that stood still for so long is not healthy.", low=100, high=3_600_000
+    )
+
+
+@dataclass(frozen=True)
+class ApiConfig:
+    host: str = _setting("127.0.0.1", "Address that the gateway listens on.", check=_not_blank)
+    port: int = _setting(50051, "Port of the gateway; 0: any free one.", low=0, high=65_535)
+    http_host: str = _setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API.", check=_not_blank)
+    http_port: int = _setting(
+        8000, "Port of the HTTP API; 0: any free one; -1 or empty: off.", low=-1, high=65_535, empty=-1
+    )
+    max_requests: int = _setting(64, "Most requests that run at once in this gateway.", low=1, high=65_536)
+    retry_after_ms: int = _setting(500, "Retry delay told to a refused caller.", low=1, high=600_000)
+    max_prompt_bytes: int = _setting(2 << 20, "Longest prompt text, all messages together.", low=1, high=256 << 20)
+    max_message_bytes: int = _setting(16 << 20, "Longest request message on the wire.", low=1 << 10, high=512 << 20)
+    default_deadline_ms: int = _setting(300_000, "Deadline of a request that names none.", low=1, high=86_400_000)
+    max_deadline_ms: int = _setting(3_600_000, "Longest deadline; later ones are cut to it.", low=1, high=86_400_000)
+    default_max_tokens: int = _setting(
+        128, "Longest answer of a request that names no max_tokens.", low=1, high=1 << 24
+    )
+    tenants_file: str = _setting("", "File of tenants and digests of their tokens; empty: one tenant, no token.")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    secret: str = _setting(
+        "", "Keys prefix keys and digests; hexadecimal. Empty: random at every start.", secret=True, check=_hex_secret
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Sections and fields are the keys of files, variables and flags."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
