@@ -9,6 +9,8 @@
     ├── NotFound                an id that this process does not know           NOT_FOUND
     ├── Cancelled               the caller went away                            CANCELLED
     ├── DeadlineExceeded        the caller's deadline passed                    DEADLINE_EXCEEDED
+    ├── Conflict                the state is not the one the caller saw         ABORTED
+    ├── Refused                 allowed in form, refused by a policy            FAILED_PRECONDITION
     ├── LayoutMismatch          two pools do not describe pages alike           FAILED_PRECONDITION
     ├── PageFault               a page could not be proved                      (abstract)
     │   ├── StalePage           right bytes of the wrong owner or time          ABORTED
@@ -83,6 +85,18 @@ class Cancelled(GenlockError):
 
 class DeadlineExceeded(GenlockError):
     status = "DEADLINE_EXCEEDED"
+
+
+class Conflict(GenlockError):
+    """A change was made against a revision that is no longer the current one; nothing was changed."""
+
+    status = "ABORTED"
+
+
+class Refused(GenlockError):
+    """A policy forbids the change, such as draining the last ready worker of a role; nothing was changed."""
+
+    status = "FAILED_PRECONDITION"
 
 
 class LayoutMismatch(GenlockError):

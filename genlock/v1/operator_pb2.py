@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from genlock.v1 import inference_pb2 as genlock_dot_v1_dot_inference__pb2
 from genlock.v1 import worker_pb2 as genlock_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19genlock/v1/operator.proto\x12\ngenlock.v1\x1a\x17genlock/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xfa\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x03\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.genlock.v1.WorkerEntry\x12=\n\x08outcomes\x18\x05 \x03(\x0b\x32+.genlock.v1.GetStatusResponse.OutcomesEntry\x12\x18\n\x10running_requests\x18\x06 \x01(\x05\x1a/\n\rOutcomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x89\x01\n\x0bWorkerEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12(\n\x06status\x18\x06 \x01(\x0b\x32\x18.genlock.v1.WorkerStatus2[\n\x0fOperatorService\x12H\n\tGetStatus\x12\x1c.genlock.v1.GetStatusRequest\x1a\x1d.genlock.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19genlock/v1/operator.proto\x12\ngenlock.v1\x1a\x1agenlock/v1/inference.proto\x1a\x17genlock/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\x8c\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x03\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.genlock.v1.WorkerEntry\x12=\n\x08outcomes\x18\x05 \x03(\x0b\x32+.genlock.v1.GetStatusResponse.OutcomesEntry\x12\x18\n\x10running_requests\x18\x06 \x01(\x05\x12\x10\n\x08registry\x18\x07 \x01(\t\x1a/\n\rOutcomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\x89\x01\n\x0bWorkerEntry\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12(\n\x06status\x18\x06 \x01(\x0b\x32\x18.genlock.v1.WorkerStatus\"_\n\x08Mutation\x12\x19\n\x11\x65xpected_revision\x18\x01 \x01(\x03\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"\x11\n\x0fGetFleetRequest\"\xe3\x01\n\tFleetView\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\x17\n\x0f\x64\x65sired_prefill\x18\x02 \x01(\x05\x12\x16\n\x0e\x64\x65sired_decode\x18\x03 \x01(\x05\x12(\n\x07workers\x18\x04 \x03(\x0b\x32\x17.genlock.v1.FleetWorker\x12\x0f\n\x07settled\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08repeated\x18\x07 \x01(\x08\x12\x1b\n\x13\x63ontroller_endpoint\x18\x08 \x01(\t\x12\x19\n\x11\x63ontroller_starts\x18\t \x01(\x03\"\xfd\x01\n\x0b\x46leetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x14\n\x0cphase_age_ms\x18\x05 \x01(\x03\x12\x10\n\x08\x63ordoned\x18\x06 \x01(\x08\x12\x10\n\x08\x65ndpoint\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\x03\x12\x0c\n\x04node\x18\t \x01(\t\x12\x10\n\x08restarts\x18\n \x01(\x05\x12\x15\n\rdrain_left_ms\x18\x0b \x01(\x03\x12(\n\x06status\x18\x0c \x01(\x0b\x32\x18.genlock.v1.WorkerStatus\"$\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\x05\"S\n\x14ListRequestsResponse\x12,\n\x08requests\x18\x01 \x03(\x0b\x32\x1a.genlock.v1.RunningRequest\x12\r\n\x05total\x18\x02 \x01(\x05\"\xe1\x01\n\x0eRunningRequest\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x03\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\x05 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\x05\x12\x15\n\rdecode_worker\x18\x08 \x01(\t\x12\x16\n\x0eprefill_worker\x18\t \x01(\t\x12\r\n\x05phase\x18\n \x01(\t\"\x12\n\x10ListNodesRequest\"4\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.genlock.v1.Node\"v\n\x04Node\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\r\n\x05\x61live\x18\x02 \x01(\x08\x12\x0c\n\x04\x63pus\x18\x03 \x01(\x01\x12\x11\n\tcpus_free\x18\x04 \x01(\x01\x12\x0c\n\x04gpus\x18\x05 \x01(\x01\x12\x11\n\tgpus_free\x18\x06 \x01(\x01\x12\x0f\n\x07workers\x18\x07 \x03(\t\"C\n\x11ListEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x03\x12\r\n\x05limit\x18\x02 \x01(\x05\x12\x10\n\x08since_ms\x18\x03 \x01(\x03\"<\n\x12ListEventsResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.genlock.v1.FleetEvent\"\x8e\x01\n\nFleetEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\r\n\x05\x61t_ms\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x10\n\x08revision\x18\x08 \x01(\x03\"*\n\x15\x44\x65scribeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"i\n\x16\x44\x65scribeWorkerResponse\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.genlock.v1.FleetWorker\x12&\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x16.genlock.v1.FleetEvent\",\n\x16\x44\x65scribeRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x98\x01\n\x17\x44\x65scribeRequestResponse\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.genlock.v1.RunningRequest\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0cverification\x18\x04 \x01(\x0b\x32\x18.genlock.v1.Verification\"\x1e\n\x0e\x45xplainRequest\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\"t\n\x0f\x45xplainResponse\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x13\n\x0bhttp_status\x18\x03 \x01(\x05\x12\x0f\n\x07meaning\x18\x04 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x05 \x01(\t\x12\r\n\x05retry\x18\x06 \x01(\x08\"\xda\x01\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x0f\x63urrent_prefill\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1b\n\x0e\x63urrent_decode\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12&\n\x08mutation\x18\x05 \x01(\x0b\x32\x14.genlock.v1.MutationB\n\n\x08_prefillB\t\n\x07_decodeB\x12\n\x10_current_prefillB\x11\n\x0f_current_decode\"s\n\rScaleResponse\x12$\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x15.genlock.v1.FleetView\x12\x0f\n\x07removed\x18\x02 \x03(\t\x12\x15\n\radded_prefill\x18\x03 \x01(\x05\x12\x14\n\x0c\x61\x64\x64\x65\x64_decode\x18\x04 \x01(\x05\"W\n\rCordonRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\x12&\n\x08mutation\x18\x03 \x01(\x0b\x32\x14.genlock.v1.Mutation\"\x92\x01\n\x13\x44rainWorkersRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x03\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x12&\n\x08mutation\x18\x06 \x01(\x0b\x32\x14.genlock.v1.Mutation\"l\n\x0eRestartRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x03\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12&\n\x08mutation\x18\x04 \x01(\x0b\x32\x14.genlock.v1.Mutation\"D\n\x0c\x41pplyRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12&\n\x08mutation\x18\x02 \x01(\x0b\x32\x14.genlock.v1.Mutation\"Z\n\rApplyResponse\x12$\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x15.genlock.v1.FleetView\x12#\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x12.genlock.v1.Change\"6\n\x06\x43hange\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\"\x15\n\x13GetAutoscaleRequest\"\\\n\x13SetAutoscaleRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\r\n\x05merge\x18\x02 \x01(\x08\x12&\n\x08mutation\x18\x03 \x01(\x0b\x32\x14.genlock.v1.Mutation\"?\n\x15PauseAutoscaleRequest\x12&\n\x08mutation\x18\x01 \x01(\x0b\x32\x14.genlock.v1.Mutation\"\xa4\x01\n\rAutoscaleView\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x0e\n\x06paused\x18\x02 \x01(\x08\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12+\n\x04last\x18\x05 \x01(\x0b\x32\x1d.genlock.v1.AutoscaleDecision\x12#\n\x07\x63hanges\x18\x06 \x03(\x0b\x32\x12.genlock.v1.Change\"(\n\x17\x45xplainAutoscaleRequest\x12\r\n\x05limit\x18\x01 \x01(\x05\"L\n\x18\x45xplainAutoscaleResponse\x12\x30\n\tdecisions\x18\x01 \x03(\x0b\x32\x1d.genlock.v1.AutoscaleDecision\"\xf2\x02\n\x11\x41utoscaleDecision\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x03\x12\x39\n\x06inputs\x18\x02 \x03(\x0b\x32).genlock.v1.AutoscaleDecision.InputsEntry\x12#\n\x03raw\x18\x03 \x01(\x0b\x32\x16.genlock.v1.RoleCounts\x12\'\n\x07\x63lamped\x18\x04 \x01(\x0b\x32\x16.genlock.v1.RoleCounts\x12\'\n\x07\x64\x65layed\x18\x05 \x01(\x0b\x32\x16.genlock.v1.RoleCounts\x12&\n\x06target\x18\x06 \x01(\x0b\x32\x16.genlock.v1.RoleCounts\x12&\n\x06\x62\x65\x66ore\x18\x07 \x01(\x0b\x32\x16.genlock.v1.RoleCounts\x12\x0f\n\x07reasons\x18\x08 \x03(\t\x12\x0c\n\x04held\x18\t \x01(\x08\x1a-\n\x0bInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"-\n\nRoleCounts\x12\x0f\n\x07prefill\x18\x01 \x01(\x05\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\x05\x32\xd3\x0b\n\x0fOperatorService\x12H\n\tGetStatus\x12\x1c.genlock.v1.GetStatusRequest\x1a\x1d.genlock.v1.GetStatusResponse\x12>\n\x08GetFleet\x12\x1b.genlock.v1.GetFleetRequest\x1a\x15.genlock.v1.FleetView\x12Q\n\x0cListRequests\x12\x1f.genlock.v1.ListRequestsRequest\x1a .genlock.v1.ListRequestsResponse\x12H\n\tListNodes\x12\x1c.genlock.v1.ListNodesRequest\x1a\x1d.genlock.v1.ListNodesResponse\x12K\n\nListEvents\x12\x1d.genlock.v1.ListEventsRequest\x1a\x1e.genlock.v1.ListEventsResponse\x12\x46\n\x0bWatchEvents\x12\x1d.genlock.v1.ListEventsRequest\x1a\x16.genlock.v1.FleetEvent0\x01\x12W\n\x0e\x44\x65scribeWorker\x12!.genlock.v1.DescribeWorkerRequest\x1a\".genlock.v1.DescribeWorkerResponse\x12Z\n\x0f\x44\x65scribeRequest\x12\".genlock.v1.DescribeRequestRequest\x1a#.genlock.v1.DescribeRequestResponse\x12\x42\n\x07\x45xplain\x12\x1a.genlock.v1.ExplainRequest\x1a\x1b.genlock.v1.ExplainResponse\x12<\n\x05Scale\x12\x18.genlock.v1.ScaleRequest\x1a\x19.genlock.v1.ScaleResponse\x12:\n\x06\x43ordon\x12\x19.genlock.v1.CordonRequest\x1a\x15.genlock.v1.FleetView\x12<\n\x08Uncordon\x12\x19.genlock.v1.CordonRequest\x1a\x15.genlock.v1.FleetView\x12?\n\x05\x44rain\x12\x1f.genlock.v1.DrainWorkersRequest\x1a\x15.genlock.v1.FleetView\x12<\n\x07Restart\x12\x1a.genlock.v1.RestartRequest\x1a\x15.genlock.v1.FleetView\x12<\n\x05\x41pply\x12\x18.genlock.v1.ApplyRequest\x1a\x19.genlock.v1.ApplyResponse\x12J\n\x0cGetAutoscale\x12\x1f.genlock.v1.GetAutoscaleRequest\x1a\x19.genlock.v1.AutoscaleView\x12J\n\x0cSetAutoscale\x12\x1f.genlock.v1.SetAutoscaleRequest\x1a\x19.genlock.v1.AutoscaleView\x12N\n\x0ePauseAutoscale\x12!.genlock.v1.PauseAutoscaleRequest\x1a\x19.genlock.v1.AutoscaleView\x12O\n\x0fResumeAutoscale\x12!.genlock.v1.PauseAutoscaleRequest\x1a\x19.genlock.v1.AutoscaleView\x12]\n\x10\x45xplainAutoscale\x12#.genlock.v1.ExplainAutoscaleRequest\x1a$.genlock.v1.ExplainAutoscaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +35,88 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_OUTCOMESENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_OUTCOMESENTRY']._serialized_options = b'8\001'
-  _globals['_GETSTATUSREQUEST']._serialized_start=66
-  _globals['_GETSTATUSREQUEST']._serialized_end=84
-  _globals['_GETSTATUSRESPONSE']._serialized_start=87
-  _globals['_GETSTATUSRESPONSE']._serialized_end=337
-  _globals['_GETSTATUSRESPONSE_OUTCOMESENTRY']._serialized_start=290
-  _globals['_GETSTATUSRESPONSE_OUTCOMESENTRY']._serialized_end=337
-  _globals['_WORKERENTRY']._serialized_start=340
-  _globals['_WORKERENTRY']._serialized_end=477
-  _globals['_OPERATORSERVICE']._serialized_start=479
-  _globals['_OPERATORSERVICE']._serialized_end=570
+  _globals['_AUTOSCALEDECISION_INPUTSENTRY']._loaded_options = None
+  _globals['_AUTOSCALEDECISION_INPUTSENTRY']._serialized_options = b'8\001'
+  _globals['_GETSTATUSREQUEST']._serialized_start=94
+  _globals['_GETSTATUSREQUEST']._serialized_end=112
+  _globals['_GETSTATUSRESPONSE']._serialized_start=115
+  _globals['_GETSTATUSRESPONSE']._serialized_end=383
+  _globals['_GETSTATUSRESPONSE_OUTCOMESENTRY']._serialized_start=336
+  _globals['_GETSTATUSRESPONSE_OUTCOMESENTRY']._serialized_end=383
+  _globals['_WORKERENTRY']._serialized_start=386
+  _globals['_WORKERENTRY']._serialized_end=523
+  _globals['_MUTATION']._serialized_start=525
+  _globals['_MUTATION']._serialized_end=620
+  _globals['_GETFLEETREQUEST']._serialized_start=622
+  _globals['_GETFLEETREQUEST']._serialized_end=639
+  _globals['_FLEETVIEW']._serialized_start=642
+  _globals['_FLEETVIEW']._serialized_end=869
+  _globals['_FLEETWORKER']._serialized_start=872
+  _globals['_FLEETWORKER']._serialized_end=1125
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1127
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1163
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1165
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1248
+  _globals['_RUNNINGREQUEST']._serialized_start=1251
+  _globals['_RUNNINGREQUEST']._serialized_end=1476
+  _globals['_LISTNODESREQUEST']._serialized_start=1478
+  _globals['_LISTNODESREQUEST']._serialized_end=1496
+  _globals['_LISTNODESRESPONSE']._serialized_start=1498
+  _globals['_LISTNODESRESPONSE']._serialized_end=1550
+  _globals['_NODE']._serialized_start=1552
+  _globals['_NODE']._serialized_end=1670
+  _globals['_LISTEVENTSREQUEST']._serialized_start=1672
+  _globals['_LISTEVENTSREQUEST']._serialized_end=1739
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=1741
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=1801
+  _globals['_FLEETEVENT']._serialized_start=1804
+  _globals['_FLEETEVENT']._serialized_end=1946
+  _globals['_DESCRIBEWORKERREQUEST']._serialized_start=1948
+  _globals['_DESCRIBEWORKERREQUEST']._serialized_end=1990
+  _globals['_DESCRIBEWORKERRESPONSE']._serialized_start=1992
+  _globals['_DESCRIBEWORKERRESPONSE']._serialized_end=2097
+  _globals['_DESCRIBEREQUESTREQUEST']._serialized_start=2099
+  _globals['_DESCRIBEREQUESTREQUEST']._serialized_end=2143
+  _globals['_DESCRIBEREQUESTRESPONSE']._serialized_start=2146
+  _globals['_DESCRIBEREQUESTRESPONSE']._serialized_end=2298
+  _globals['_EXPLAINREQUEST']._serialized_start=2300
+  _globals['_EXPLAINREQUEST']._serialized_end=2330
+  _globals['_EXPLAINRESPONSE']._serialized_start=2332
+  _globals['_EXPLAINRESPONSE']._serialized_end=2448
+  _globals['_SCALEREQUEST']._serialized_start=2451
+  _globals['_SCALEREQUEST']._serialized_end=2669
+  _globals['_SCALERESPONSE']._serialized_start=2671
+  _globals['_SCALERESPONSE']._serialized_end=2786
+  _globals['_CORDONREQUEST']._serialized_start=2788
+  _globals['_CORDONREQUEST']._serialized_end=2875
+  _globals['_DRAINWORKERSREQUEST']._serialized_start=2878
+  _globals['_DRAINWORKERSREQUEST']._serialized_end=3024
+  _globals['_RESTARTREQUEST']._serialized_start=3026
+  _globals['_RESTARTREQUEST']._serialized_end=3134
+  _globals['_APPLYREQUEST']._serialized_start=3136
+  _globals['_APPLYREQUEST']._serialized_end=3204
+  _globals['_APPLYRESPONSE']._serialized_start=3206
+  _globals['_APPLYRESPONSE']._serialized_end=3296
+  _globals['_CHANGE']._serialized_start=3298
+  _globals['_CHANGE']._serialized_end=3352
+  _globals['_GETAUTOSCALEREQUEST']._serialized_start=3354
+  _globals['_GETAUTOSCALEREQUEST']._serialized_end=3375
+  _globals['_SETAUTOSCALEREQUEST']._serialized_start=3377
+  _globals['_SETAUTOSCALEREQUEST']._serialized_end=3469
+  _globals['_PAUSEAUTOSCALEREQUEST']._serialized_start=3471
+  _globals['_PAUSEAUTOSCALEREQUEST']._serialized_end=3534
+  _globals['_AUTOSCALEVIEW']._serialized_start=3537
+  _globals['_AUTOSCALEVIEW']._serialized_end=3701
+  _globals['_EXPLAINAUTOSCALEREQUEST']._serialized_start=3703
+  _globals['_EXPLAINAUTOSCALEREQUEST']._serialized_end=3743
+  _globals['_EXPLAINAUTOSCALERESPONSE']._serialized_start=3745
+  _globals['_EXPLAINAUTOSCALERESPONSE']._serialized_end=3821
+  _globals['_AUTOSCALEDECISION']._serialized_start=3824
+  _globals['_AUTOSCALEDECISION']._serialized_end=4194
+  _globals['_AUTOSCALEDECISION_INPUTSENTRY']._serialized_start=4149
+  _globals['_AUTOSCALEDECISION_INPUTSENTRY']._serialized_end=4194
+  _globals['_ROLECOUNTS']._serialized_start=4196
+  _globals['_ROLECOUNTS']._serialized_end=4241
+  _globals['_OPERATORSERVICE']._serialized_start=4244
+  _globals['_OPERATORSERVICE']._serialized_end=5735
 # @@protoc_insertion_point(module_scope)

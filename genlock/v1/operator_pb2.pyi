@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from genlock.v1 import inference_pb2 as _inference_pb2
 from genlock.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -64,11 +65,14 @@ class GetStatusResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    REGISTRY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model: _builtins.str
     uptime_ms: _builtins.int
     """Milliseconds since the gateway started."""
     running_requests: _builtins.int
+    registry: _builtins.str
+    """How the registry does: ok, or since when and why it cannot be read. Empty: none is used."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEntry]: ...
     @_builtins.property
@@ -84,10 +88,11 @@ class GetStatusResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerEntry] | None = ...,
         outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         running_requests: _builtins.int = ...,
+        registry: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outcomes", b"outcomes", "running_requests", b"running_requests", "uptime_ms", b"uptime_ms", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outcomes", b"outcomes", "registry", b"registry", "running_requests", b"running_requests", "uptime_ms", b"uptime_ms", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,3 +136,1053 @@ class WorkerEntry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerEntry: _TypeAlias = WorkerEntry  # noqa: Y015
+
+@_typing.final
+class Mutation(_message.Message):
+    """What every change carries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_REVISION_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    expected_revision: _builtins.int
+    """The fleet's revision that the caller saw; another one is a conflict. 0: any."""
+    idempotency_key: _builtins.str
+    """The same key twice is carried out once and answered twice. Empty: none."""
+    reason: _builtins.str
+    """Kept in the event log beside who did it."""
+    dry_run: _builtins.bool
+    """Checked and answered, not carried out."""
+    def __init__(
+        self,
+        *,
+        expected_revision: _builtins.int = ...,
+        idempotency_key: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "expected_revision", b"expected_revision", "idempotency_key", b"idempotency_key", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Mutation: _TypeAlias = Mutation  # noqa: Y015
+
+@_typing.final
+class GetFleetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetFleetRequest: _TypeAlias = GetFleetRequest  # noqa: Y015
+
+@_typing.final
+class FleetView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    DESIRED_PREFILL_FIELD_NUMBER: _builtins.int
+    DESIRED_DECODE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REPEATED_FIELD_NUMBER: _builtins.int
+    CONTROLLER_ENDPOINT_FIELD_NUMBER: _builtins.int
+    CONTROLLER_STARTS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Moves with every change of what is wanted."""
+    desired_prefill: _builtins.int
+    desired_decode: _builtins.int
+    settled: _builtins.bool
+    """Actual equals desired and everyone is ready."""
+    reason: _builtins.str
+    """What keeps it from that, in words."""
+    repeated: _builtins.bool
+    """The change was already known by its idempotency key."""
+    controller_endpoint: _builtins.str
+    controller_starts: _builtins.int
+    """Starts of the controller; more than 1: it was restarted."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        desired_prefill: _builtins.int = ...,
+        desired_decode: _builtins.int = ...,
+        workers: _abc.Iterable[Global___FleetWorker] | None = ...,
+        settled: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        repeated: _builtins.bool = ...,
+        controller_endpoint: _builtins.str = ...,
+        controller_starts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller_endpoint", b"controller_endpoint", "controller_starts", b"controller_starts", "desired_decode", b"desired_decode", "desired_prefill", b"desired_prefill", "reason", b"reason", "repeated", b"repeated", "revision", b"revision", "settled", b"settled", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetView: _TypeAlias = FleetView  # noqa: Y015
+
+@_typing.final
+class FleetWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PHASE_AGE_MS_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    DRAIN_LEFT_MS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    role: _builtins.str
+    phase: _builtins.str
+    """STARTING, READY, DEGRADED, DRAINING or STOPPED."""
+    reason: _builtins.str
+    phase_age_ms: _builtins.int
+    cordoned: _builtins.bool
+    endpoint: _builtins.str
+    incarnation: _builtins.int
+    node: _builtins.str
+    restarts: _builtins.int
+    drain_left_ms: _builtins.int
+    """Milliseconds until the drain's deadline, while draining."""
+    @_builtins.property
+    def status(self) -> _worker_pb2.WorkerStatus:
+        """Absent when it does not answer."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        phase_age_ms: _builtins.int = ...,
+        cordoned: _builtins.bool = ...,
+        endpoint: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        node: _builtins.str = ...,
+        restarts: _builtins.int = ...,
+        drain_left_ms: _builtins.int = ...,
+        status: _worker_pb2.WorkerStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordoned", b"cordoned", "drain_left_ms", b"drain_left_ms", "endpoint", b"endpoint", "incarnation", b"incarnation", "node", b"node", "phase", b"phase", "phase_age_ms", b"phase_age_ms", "reason", b"reason", "restarts", b"restarts", "role", b"role", "status", b"status", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Most entries; 0: 100."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RunningRequest] | None = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class RunningRequest(_message.Message):
+    """Never a prompt and never an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    DEADLINE_LEFT_MS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    request_id: _builtins.str
+    """The client's label."""
+    tenant: _builtins.str
+    age_ms: _builtins.int
+    deadline_left_ms: _builtins.int
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    decode_worker: _builtins.str
+    prefill_worker: _builtins.str
+    phase: _builtins.str
+    """queued, prefill or decode."""
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        age_ms: _builtins.int = ...,
+        deadline_left_ms: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        decode_worker: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        phase: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "completion_tokens", b"completion_tokens", "deadline_left_ms", b"deadline_left_ms", "decode_worker", b"decode_worker", "phase", b"phase", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "server_id", b"server_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningRequest: _TypeAlias = RunningRequest  # noqa: Y015
+
+@_typing.final
+class ListNodesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesRequest: _TypeAlias = ListNodesRequest  # noqa: Y015
+
+@_typing.final
+class ListNodesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___Node] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
+
+@_typing.final
+class Node(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    CPUS_FREE_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    GPUS_FREE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    alive: _builtins.bool
+    cpus: _builtins.float
+    cpus_free: _builtins.float
+    gpus: _builtins.float
+    gpus_free: _builtins.float
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        alive: _builtins.bool = ...,
+        cpus: _builtins.float = ...,
+        cpus_free: _builtins.float = ...,
+        gpus: _builtins.float = ...,
+        gpus_free: _builtins.float = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cpus", b"cpus", "cpus_free", b"cpus_free", "gpus", b"gpus", "gpus_free", b"gpus_free", "node", b"node", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Node: _TypeAlias = Node  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    SINCE_MS_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """Events after this sequence number; 0: from the oldest kept."""
+    limit: _builtins.int
+    since_ms: _builtins.int
+    """Only events not older than so many milliseconds; 0: all."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        since_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit", "since_ms", b"since_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___FleetEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class FleetEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    AT_MS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    at_ms: _builtins.int
+    """Unix time."""
+    kind: _builtins.str
+    """e.g. scale, cordon, drain, phase, autoscale, controller."""
+    subject: _builtins.str
+    """A worker id, or fleet."""
+    actor: _builtins.str
+    """Who: the credential's name, or controller / autoscaler."""
+    message: _builtins.str
+    reason: _builtins.str
+    """The caller's reason."""
+    revision: _builtins.int
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        at_ms: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        actor: _builtins.str = ...,
+        message: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "at_ms", b"at_ms", "kind", b"kind", "message", b"message", "reason", b"reason", "revision", b"revision", "sequence", b"sequence", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetEvent: _TypeAlias = FleetEvent  # noqa: Y015
+
+@_typing.final
+class DescribeWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeWorkerRequest: _TypeAlias = DescribeWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DescribeWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___FleetWorker: ...
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetEvent]: ...
+    def __init__(
+        self,
+        *,
+        worker: Global___FleetWorker | None = ...,
+        events: _abc.Iterable[Global___FleetEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeWorkerResponse: _TypeAlias = DescribeWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DescribeRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The server's id, or the client's label where it names one request."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequestRequest: _TypeAlias = DescribeRequestRequest  # noqa: Y015
+
+@_typing.final
+class DescribeRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
+    outcome: _builtins.str
+    """ok, an error's reason, or empty while it runs."""
+    message: _builtins.str
+    @_builtins.property
+    def request(self) -> Global___RunningRequest: ...
+    @_builtins.property
+    def verification(self) -> _inference_pb2.Verification: ...
+    def __init__(
+        self,
+        *,
+        request: Global___RunningRequest | None = ...,
+        outcome: _builtins.str = ...,
+        message: _builtins.str = ...,
+        verification: _inference_pb2.Verification | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "verification", b"verification"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "request", b"request", "verification", b"verification"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequestResponse: _TypeAlias = DescribeRequestResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """An error's reason such as stale_page, or a gRPC status such as ABORTED."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    HTTP_STATUS_FIELD_NUMBER: _builtins.int
+    MEANING_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    RETRY_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    status: _builtins.str
+    http_status: _builtins.int
+    meaning: _builtins.str
+    action: _builtins.str
+    retry: _builtins.bool
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        status: _builtins.str = ...,
+        http_status: _builtins.int = ...,
+        meaning: _builtins.str = ...,
+        action: _builtins.str = ...,
+        retry: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "code", b"code", "http_status", b"http_status", "meaning", b"meaning", "retry", b"retry", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    CURRENT_PREFILL_FIELD_NUMBER: _builtins.int
+    CURRENT_DECODE_FIELD_NUMBER: _builtins.int
+    MUTATION_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    """Absent: stays."""
+    decode: _builtins.int
+    current_prefill: _builtins.int
+    """Only if the desired counts are these now."""
+    current_decode: _builtins.int
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+        current_prefill: _builtins.int | None = ...,
+        current_decode: _builtins.int | None = ...,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_current_decode", b"_current_decode", "_current_prefill", b"_current_prefill", "_decode", b"_decode", "_prefill", b"_prefill", "current_decode", b"current_decode", "current_prefill", b"current_prefill", "decode", b"decode", "mutation", b"mutation", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_current_decode", b"_current_decode", "_current_prefill", b"_current_prefill", "_decode", b"_decode", "_prefill", b"_prefill", "current_decode", b"current_decode", "current_prefill", b"current_prefill", "decode", b"decode", "mutation", b"mutation", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__current_decode: _TypeAlias = _typing.Literal["current_decode"]  # noqa: Y015
+    _WhichOneofArgType__current_decode: _TypeAlias = _typing.Literal["_current_decode", b"_current_decode"]  # noqa: Y015
+    _WhichOneofReturnType__current_prefill: _TypeAlias = _typing.Literal["current_prefill"]  # noqa: Y015
+    _WhichOneofArgType__current_prefill: _TypeAlias = _typing.Literal["_current_prefill", b"_current_prefill"]  # noqa: Y015
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__current_decode) -> _WhichOneofReturnType__current_decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__current_prefill) -> _WhichOneofReturnType__current_prefill | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class ScaleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLEET_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    ADDED_PREFILL_FIELD_NUMBER: _builtins.int
+    ADDED_DECODE_FIELD_NUMBER: _builtins.int
+    added_prefill: _builtins.int
+    added_decode: _builtins.int
+    @_builtins.property
+    def fleet(self) -> Global___FleetView: ...
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that are to go, in order."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Global___FleetView | None = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        added_prefill: _builtins.int = ...,
+        added_decode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added_decode", b"added_decode", "added_prefill", b"added_prefill", "fleet", b"fleet", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleResponse: _TypeAlias = ScaleResponse  # noqa: Y015
+
+@_typing.final
+class CordonRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    MUTATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers, or nodes: all workers of each."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation", "nodes", b"nodes", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonRequest: _TypeAlias = CordonRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    MUTATION_FIELD_NUMBER: _builtins.int
+    deadline_ms: _builtins.int
+    """Running requests may go on for so long; 0: workers.drain_timeout_ms."""
+    force: _builtins.bool
+    """Also where the last ready worker of a role would go."""
+    replace: _builtins.bool
+    """Start a new worker in its place; else the desired count falls with it."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        deadline_ms: _builtins.int = ...,
+        force: _builtins.bool = ...,
+        replace: _builtins.bool = ...,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "force", b"force", "mutation", b"mutation", "nodes", b"nodes", "replace", b"replace", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkersRequest: _TypeAlias = DrainWorkersRequest  # noqa: Y015
+
+@_typing.final
+class RestartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    MUTATION_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    deadline_ms: _builtins.int
+    force: _builtins.bool
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        deadline_ms: _builtins.int = ...,
+        force: _builtins.bool = ...,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "force", b"force", "mutation", b"mutation", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRequest: _TypeAlias = RestartRequest  # noqa: Y015
+
+@_typing.final
+class ApplyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    MUTATION_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """YAML: prefill, decode, autoscale."""
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRequest: _TypeAlias = ApplyRequest  # noqa: Y015
+
+@_typing.final
+class ApplyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLEET_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fleet(self) -> Global___FleetView: ...
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]: ...
+    def __init__(
+        self,
+        *,
+        fleet: Global___FleetView | None = ...,
+        changes: _abc.Iterable[Global___Change] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "fleet", b"fleet"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyResponse: _TypeAlias = ApplyResponse  # noqa: Y015
+
+@_typing.final
+class Change(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    before: _builtins.str
+    after: _builtins.str
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        before: _builtins.str = ...,
+        after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "field", b"field"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Change: _TypeAlias = Change  # noqa: Y015
+
+@_typing.final
+class GetAutoscaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAutoscaleRequest: _TypeAlias = GetAutoscaleRequest  # noqa: Y015
+
+@_typing.final
+class SetAutoscaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    MERGE_FIELD_NUMBER: _builtins.int
+    MUTATION_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """YAML of the policy: the whole of it, or the fields that change where `merge` is set."""
+    merge: _builtins.bool
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        merge: _builtins.bool = ...,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["merge", b"merge", "mutation", b"mutation", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAutoscaleRequest: _TypeAlias = SetAutoscaleRequest  # noqa: Y015
+
+@_typing.final
+class PauseAutoscaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MUTATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def mutation(self) -> Global___Mutation: ...
+    def __init__(
+        self,
+        *,
+        mutation: Global___Mutation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseAutoscaleRequest: _TypeAlias = PauseAutoscaleRequest  # noqa: Y015
+
+@_typing.final
+class AutoscaleView(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    paused: _builtins.bool
+    policy: _builtins.str
+    """YAML."""
+    revision: _builtins.int
+    @_builtins.property
+    def last(self) -> Global___AutoscaleDecision: ...
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]: ...
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
+        policy: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        last: Global___AutoscaleDecision | None = ...,
+        changes: _abc.Iterable[Global___Change] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "enabled", b"enabled", "last", b"last", "paused", b"paused", "policy", b"policy", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscaleView: _TypeAlias = AutoscaleView  # noqa: Y015
+
+@_typing.final
+class ExplainAutoscaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainAutoscaleRequest: _TypeAlias = ExplainAutoscaleRequest  # noqa: Y015
+
+@_typing.final
+class ExplainAutoscaleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AutoscaleDecision]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___AutoscaleDecision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainAutoscaleResponse: _TypeAlias = ExplainAutoscaleResponse  # noqa: Y015
+
+@_typing.final
+class AutoscaleDecision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class InputsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    AT_MS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
+    CLAMPED_FIELD_NUMBER: _builtins.int
+    DELAYED_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    at_ms: _builtins.int
+    held: _builtins.bool
+    @_builtins.property
+    def inputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def raw(self) -> Global___RoleCounts:
+        """Wanted by the signals alone, after bounds and budget, and after delays and step limits."""
+
+    @_builtins.property
+    def clamped(self) -> Global___RoleCounts: ...
+    @_builtins.property
+    def delayed(self) -> Global___RoleCounts: ...
+    @_builtins.property
+    def target(self) -> Global___RoleCounts:
+        """What was asked of the fleet; equal to `before` when held."""
+
+    @_builtins.property
+    def before(self) -> Global___RoleCounts: ...
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        at_ms: _builtins.int = ...,
+        inputs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        raw: Global___RoleCounts | None = ...,
+        clamped: Global___RoleCounts | None = ...,
+        delayed: Global___RoleCounts | None = ...,
+        target: Global___RoleCounts | None = ...,
+        before: Global___RoleCounts | None = ...,
+        reasons: _abc.Iterable[_builtins.str] | None = ...,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "clamped", b"clamped", "delayed", b"delayed", "raw", b"raw", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ms", b"at_ms", "before", b"before", "clamped", b"clamped", "delayed", b"delayed", "held", b"held", "inputs", b"inputs", "raw", b"raw", "reasons", b"reasons", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AutoscaleDecision: _TypeAlias = AutoscaleDecision  # noqa: Y015
+
+@_typing.final
+class RoleCounts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    decode: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleCounts: _TypeAlias = RoleCounts  # noqa: Y015

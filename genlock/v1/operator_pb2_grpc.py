@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OperatorServiceStub:
-    """What operators call.
+    """What operators call. Every gateway serves it; what concerns the fleet is answered by the controller behind it.
     """
 
     def __init__(self, channel):
@@ -40,13 +40,228 @@ class OperatorServiceStub:
                 request_serializer=genlock_dot_v1_dot_operator__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=genlock_dot_v1_dot_operator__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetFleet = channel.unary_unary(
+                '/genlock.v1.OperatorService/GetFleet',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.GetFleetRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/genlock.v1.OperatorService/ListRequests',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/genlock.v1.OperatorService/ListNodes',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/genlock.v1.OperatorService/ListEvents',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/genlock.v1.OperatorService/WatchEvents',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.FleetEvent.FromString,
+                _registered_method=True)
+        self.DescribeWorker = channel.unary_unary(
+                '/genlock.v1.OperatorService/DescribeWorker',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.DescribeWorkerRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.DescribeWorkerResponse.FromString,
+                _registered_method=True)
+        self.DescribeRequest = channel.unary_unary(
+                '/genlock.v1.OperatorService/DescribeRequest',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.DescribeRequestRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.DescribeRequestResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/genlock.v1.OperatorService/Explain',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/genlock.v1.OperatorService/Scale',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/genlock.v1.OperatorService/Cordon',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.CordonRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+                _registered_method=True)
+        self.Uncordon = channel.unary_unary(
+                '/genlock.v1.OperatorService/Uncordon',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.CordonRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/genlock.v1.OperatorService/Drain',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.DrainWorkersRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/genlock.v1.OperatorService/Restart',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.RestartRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+                _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/genlock.v1.OperatorService/Apply',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ApplyResponse.FromString,
+                _registered_method=True)
+        self.GetAutoscale = channel.unary_unary(
+                '/genlock.v1.OperatorService/GetAutoscale',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.GetAutoscaleRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+                _registered_method=True)
+        self.SetAutoscale = channel.unary_unary(
+                '/genlock.v1.OperatorService/SetAutoscale',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.SetAutoscaleRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+                _registered_method=True)
+        self.PauseAutoscale = channel.unary_unary(
+                '/genlock.v1.OperatorService/PauseAutoscale',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.PauseAutoscaleRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+                _registered_method=True)
+        self.ResumeAutoscale = channel.unary_unary(
+                '/genlock.v1.OperatorService/ResumeAutoscale',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.PauseAutoscaleRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+                _registered_method=True)
+        self.ExplainAutoscale = channel.unary_unary(
+                '/genlock.v1.OperatorService/ExplainAutoscale',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ExplainAutoscaleRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ExplainAutoscaleResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer:
-    """What operators call.
+    """What operators call. Every gateway serves it; what concerns the fleet is answered by the controller behind it.
     """
 
     def GetStatus(self, request, context):
+        """This gateway: its workers, outcomes, verification.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetFleet(self, request, context):
+        """The fleet: what is wanted, what there is, and why it differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """Goes on until the caller ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeWorker(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeRequest(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """What an error's reason means and what to do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Uncordon(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Apply(self, request, context):
+        """Makes the fleet what the text says, or tells what would change (`mutation.dry_run`).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAutoscale(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAutoscale(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseAutoscale(self, request, context):
+        """Keeps the policy and decides nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeAutoscale(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainAutoscale(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +275,101 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     request_deserializer=genlock_dot_v1_dot_operator__pb2.GetStatusRequest.FromString,
                     response_serializer=genlock_dot_v1_dot_operator__pb2.GetStatusResponse.SerializeToString,
             ),
+            'GetFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetFleet,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.GetFleetRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.FleetView.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ListRequestsRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ListNodesRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ListEventsRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ListEventsRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.FleetEvent.SerializeToString,
+            ),
+            'DescribeWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeWorker,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.DescribeWorkerRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.DescribeWorkerResponse.SerializeToString,
+            ),
+            'DescribeRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeRequest,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.DescribeRequestRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.DescribeRequestResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ExplainRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ScaleRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.CordonRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.FleetView.SerializeToString,
+            ),
+            'Uncordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncordon,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.CordonRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.FleetView.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.DrainWorkersRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.FleetView.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.RestartRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.FleetView.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ApplyRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ApplyResponse.SerializeToString,
+            ),
+            'GetAutoscale': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAutoscale,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.GetAutoscaleRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.SerializeToString,
+            ),
+            'SetAutoscale': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAutoscale,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.SetAutoscaleRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.SerializeToString,
+            ),
+            'PauseAutoscale': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseAutoscale,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.PauseAutoscaleRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.SerializeToString,
+            ),
+            'ResumeAutoscale': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeAutoscale,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.PauseAutoscaleRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.AutoscaleView.SerializeToString,
+            ),
+            'ExplainAutoscale': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainAutoscale,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ExplainAutoscaleRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ExplainAutoscaleResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'genlock.v1.OperatorService', rpc_method_handlers)
@@ -69,7 +379,7 @@ def add_OperatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperatorService:
-    """What operators call.
+    """What operators call. Every gateway serves it; what concerns the fleet is answered by the controller behind it.
     """
 
     @staticmethod
@@ -89,6 +399,519 @@ class OperatorService:
             '/genlock.v1.OperatorService/GetStatus',
             genlock_dot_v1_dot_operator__pb2.GetStatusRequest.SerializeToString,
             genlock_dot_v1_dot_operator__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/GetFleet',
+            genlock_dot_v1_dot_operator__pb2.GetFleetRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/ListRequests',
+            genlock_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/ListNodes',
+            genlock_dot_v1_dot_operator__pb2.ListNodesRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/ListEvents',
+            genlock_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/genlock.v1.OperatorService/WatchEvents',
+            genlock_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.FleetEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/DescribeWorker',
+            genlock_dot_v1_dot_operator__pb2.DescribeWorkerRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.DescribeWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/DescribeRequest',
+            genlock_dot_v1_dot_operator__pb2.DescribeRequestRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.DescribeRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Explain',
+            genlock_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Scale',
+            genlock_dot_v1_dot_operator__pb2.ScaleRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Cordon',
+            genlock_dot_v1_dot_operator__pb2.CordonRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Uncordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Uncordon',
+            genlock_dot_v1_dot_operator__pb2.CordonRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Drain',
+            genlock_dot_v1_dot_operator__pb2.DrainWorkersRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Restart',
+            genlock_dot_v1_dot_operator__pb2.RestartRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.FleetView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/Apply',
+            genlock_dot_v1_dot_operator__pb2.ApplyRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ApplyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAutoscale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/GetAutoscale',
+            genlock_dot_v1_dot_operator__pb2.GetAutoscaleRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAutoscale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/SetAutoscale',
+            genlock_dot_v1_dot_operator__pb2.SetAutoscaleRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseAutoscale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/PauseAutoscale',
+            genlock_dot_v1_dot_operator__pb2.PauseAutoscaleRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeAutoscale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/ResumeAutoscale',
+            genlock_dot_v1_dot_operator__pb2.PauseAutoscaleRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.AutoscaleView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainAutoscale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/ExplainAutoscale',
+            genlock_dot_v1_dot_operator__pb2.ExplainAutoscaleRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ExplainAutoscaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,29 +27,218 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OperatorServiceStub:
-    """What operators call."""
+    """What operators call. Every gateway serves it; what concerns the fleet is answered by the controller behind it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OperatorServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_operator_pb2.GetStatusRequest, _operator_pb2.GetStatusResponse]
+    """This gateway: its workers, outcomes, verification."""
+    GetFleet: _grpc.UnaryUnaryMultiCallable[_operator_pb2.GetFleetRequest, _operator_pb2.FleetView]
+    """The fleet: what is wanted, what there is, and why it differs."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListRequestsRequest, _operator_pb2.ListRequestsResponse]
+    ListNodes: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListNodesRequest, _operator_pb2.ListNodesResponse]
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.ListEventsResponse]
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.FleetEvent]
+    """Goes on until the caller ends it."""
+    DescribeWorker: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DescribeWorkerRequest, _operator_pb2.DescribeWorkerResponse]
+    DescribeRequest: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DescribeRequestRequest, _operator_pb2.DescribeRequestResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExplainRequest, _operator_pb2.ExplainResponse]
+    """What an error's reason means and what to do."""
+    Scale: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ScaleRequest, _operator_pb2.ScaleResponse]
+    Cordon: _grpc.UnaryUnaryMultiCallable[_operator_pb2.CordonRequest, _operator_pb2.FleetView]
+    Uncordon: _grpc.UnaryUnaryMultiCallable[_operator_pb2.CordonRequest, _operator_pb2.FleetView]
+    Drain: _grpc.UnaryUnaryMultiCallable[_operator_pb2.DrainWorkersRequest, _operator_pb2.FleetView]
+    Restart: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RestartRequest, _operator_pb2.FleetView]
+    Apply: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ApplyRequest, _operator_pb2.ApplyResponse]
+    """Makes the fleet what the text says, or tells what would change (`mutation.dry_run`)."""
+    GetAutoscale: _grpc.UnaryUnaryMultiCallable[_operator_pb2.GetAutoscaleRequest, _operator_pb2.AutoscaleView]
+    SetAutoscale: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SetAutoscaleRequest, _operator_pb2.AutoscaleView]
+    PauseAutoscale: _grpc.UnaryUnaryMultiCallable[_operator_pb2.PauseAutoscaleRequest, _operator_pb2.AutoscaleView]
+    """Keeps the policy and decides nothing."""
+    ResumeAutoscale: _grpc.UnaryUnaryMultiCallable[_operator_pb2.PauseAutoscaleRequest, _operator_pb2.AutoscaleView]
+    ExplainAutoscale: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ExplainAutoscaleRequest, _operator_pb2.ExplainAutoscaleResponse]
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
-    """What operators call."""
+    """What operators call. Every gateway serves it; what concerns the fleet is answered by the controller behind it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_operator_pb2.GetStatusRequest, _operator_pb2.GetStatusResponse]  # type: ignore[assignment]
+    """This gateway: its workers, outcomes, verification."""
+    GetFleet: _aio.UnaryUnaryMultiCallable[_operator_pb2.GetFleetRequest, _operator_pb2.FleetView]  # type: ignore[assignment]
+    """The fleet: what is wanted, what there is, and why it differs."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListRequestsRequest, _operator_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    ListNodes: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListNodesRequest, _operator_pb2.ListNodesResponse]  # type: ignore[assignment]
+    ListEvents: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.ListEventsResponse]  # type: ignore[assignment]
+    WatchEvents: _aio.UnaryStreamMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.FleetEvent]  # type: ignore[assignment]
+    """Goes on until the caller ends it."""
+    DescribeWorker: _aio.UnaryUnaryMultiCallable[_operator_pb2.DescribeWorkerRequest, _operator_pb2.DescribeWorkerResponse]  # type: ignore[assignment]
+    DescribeRequest: _aio.UnaryUnaryMultiCallable[_operator_pb2.DescribeRequestRequest, _operator_pb2.DescribeRequestResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExplainRequest, _operator_pb2.ExplainResponse]  # type: ignore[assignment]
+    """What an error's reason means and what to do."""
+    Scale: _aio.UnaryUnaryMultiCallable[_operator_pb2.ScaleRequest, _operator_pb2.ScaleResponse]  # type: ignore[assignment]
+    Cordon: _aio.UnaryUnaryMultiCallable[_operator_pb2.CordonRequest, _operator_pb2.FleetView]  # type: ignore[assignment]
+    Uncordon: _aio.UnaryUnaryMultiCallable[_operator_pb2.CordonRequest, _operator_pb2.FleetView]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_operator_pb2.DrainWorkersRequest, _operator_pb2.FleetView]  # type: ignore[assignment]
+    Restart: _aio.UnaryUnaryMultiCallable[_operator_pb2.RestartRequest, _operator_pb2.FleetView]  # type: ignore[assignment]
+    Apply: _aio.UnaryUnaryMultiCallable[_operator_pb2.ApplyRequest, _operator_pb2.ApplyResponse]  # type: ignore[assignment]
+    """Makes the fleet what the text says, or tells what would change (`mutation.dry_run`)."""
+    GetAutoscale: _aio.UnaryUnaryMultiCallable[_operator_pb2.GetAutoscaleRequest, _operator_pb2.AutoscaleView]  # type: ignore[assignment]
+    SetAutoscale: _aio.UnaryUnaryMultiCallable[_operator_pb2.SetAutoscaleRequest, _operator_pb2.AutoscaleView]  # type: ignore[assignment]
+    PauseAutoscale: _aio.UnaryUnaryMultiCallable[_operator_pb2.PauseAutoscaleRequest, _operator_pb2.AutoscaleView]  # type: ignore[assignment]
+    """Keeps the policy and decides nothing."""
+    ResumeAutoscale: _aio.UnaryUnaryMultiCallable[_operator_pb2.PauseAutoscaleRequest, _operator_pb2.AutoscaleView]  # type: ignore[assignment]
+    ExplainAutoscale: _aio.UnaryUnaryMultiCallable[_operator_pb2.ExplainAutoscaleRequest, _operator_pb2.ExplainAutoscaleResponse]  # type: ignore[assignment]
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators call."""
+    """What operators call. Every gateway serves it; what concerns the fleet is answered by the controller behind it."""
 
     @_abc_1.abstractmethod
     def GetStatus(
         self,
         request: _operator_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operator_pb2.GetStatusResponse, _abc.Awaitable[_operator_pb2.GetStatusResponse]]: ...
+    ) -> _typing.Union[_operator_pb2.GetStatusResponse, _abc.Awaitable[_operator_pb2.GetStatusResponse]]:
+        """This gateway: its workers, outcomes, verification."""
+
+    @_abc_1.abstractmethod
+    def GetFleet(
+        self,
+        request: _operator_pb2.GetFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.FleetView, _abc.Awaitable[_operator_pb2.FleetView]]:
+        """The fleet: what is wanted, what there is, and why it differs."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _operator_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ListRequestsResponse, _abc.Awaitable[_operator_pb2.ListRequestsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListNodes(
+        self,
+        request: _operator_pb2.ListNodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ListNodesResponse, _abc.Awaitable[_operator_pb2.ListNodesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _operator_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ListEventsResponse, _abc.Awaitable[_operator_pb2.ListEventsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _operator_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operator_pb2.FleetEvent], _abc.AsyncIterator[_operator_pb2.FleetEvent]]:
+        """Goes on until the caller ends it."""
+
+    @_abc_1.abstractmethod
+    def DescribeWorker(
+        self,
+        request: _operator_pb2.DescribeWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.DescribeWorkerResponse, _abc.Awaitable[_operator_pb2.DescribeWorkerResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DescribeRequest(
+        self,
+        request: _operator_pb2.DescribeRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.DescribeRequestResponse, _abc.Awaitable[_operator_pb2.DescribeRequestResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _operator_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ExplainResponse, _abc.Awaitable[_operator_pb2.ExplainResponse]]:
+        """What an error's reason means and what to do."""
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _operator_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ScaleResponse, _abc.Awaitable[_operator_pb2.ScaleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _operator_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.FleetView, _abc.Awaitable[_operator_pb2.FleetView]]: ...
+
+    @_abc_1.abstractmethod
+    def Uncordon(
+        self,
+        request: _operator_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.FleetView, _abc.Awaitable[_operator_pb2.FleetView]]: ...
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _operator_pb2.DrainWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.FleetView, _abc.Awaitable[_operator_pb2.FleetView]]: ...
+
+    @_abc_1.abstractmethod
+    def Restart(
+        self,
+        request: _operator_pb2.RestartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.FleetView, _abc.Awaitable[_operator_pb2.FleetView]]: ...
+
+    @_abc_1.abstractmethod
+    def Apply(
+        self,
+        request: _operator_pb2.ApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ApplyResponse, _abc.Awaitable[_operator_pb2.ApplyResponse]]:
+        """Makes the fleet what the text says, or tells what would change (`mutation.dry_run`)."""
+
+    @_abc_1.abstractmethod
+    def GetAutoscale(
+        self,
+        request: _operator_pb2.GetAutoscaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.AutoscaleView, _abc.Awaitable[_operator_pb2.AutoscaleView]]: ...
+
+    @_abc_1.abstractmethod
+    def SetAutoscale(
+        self,
+        request: _operator_pb2.SetAutoscaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.AutoscaleView, _abc.Awaitable[_operator_pb2.AutoscaleView]]: ...
+
+    @_abc_1.abstractmethod
+    def PauseAutoscale(
+        self,
+        request: _operator_pb2.PauseAutoscaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.AutoscaleView, _abc.Awaitable[_operator_pb2.AutoscaleView]]:
+        """Keeps the policy and decides nothing."""
+
+    @_abc_1.abstractmethod
+    def ResumeAutoscale(
+        self,
+        request: _operator_pb2.PauseAutoscaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.AutoscaleView, _abc.Awaitable[_operator_pb2.AutoscaleView]]: ...
+
+    @_abc_1.abstractmethod
+    def ExplainAutoscale(
+        self,
+        request: _operator_pb2.ExplainAutoscaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ExplainAutoscaleResponse, _abc.Awaitable[_operator_pb2.ExplainAutoscaleResponse]]: ...
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,117 @@
+"""What the controller offers to the operators' service. Each change carries a `Change` and goes to the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.registry.records import Desired, Event
+from cluster.roles import Role
+
+
+@dataclass(frozen=True)
+class Change:
+    """Who changes something, why, and against which state. `expected_revision` 0: any."""
+
+    actor: str
+    reason: str = ""
+    expected_revision: int = 0
+    idempotency_key: str = ""
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """One worker as the controller sees it. `phase`: STARTING, READY, DEGRADED, DRAINING or STOPPED."""
+
+    worker_id: str
+    role: Role
+    phase: str
+    reason: str
+    phase_age_ms: int
+    cordoned: bool = False
+    endpoint: str = ""
+    incarnation: int = 0
+    node: str = ""
+    restarts: int = 0
+    drain_left_ms: int = 0
+    # Serialized genlock.v1.WorkerStatus; empty when the worker does not answer.
+    status: bytes = b""
+
+
+@dataclass(frozen=True)
+class FleetView:
+    desired: Desired
+    workers: tuple[WorkerRow, ...]
+    settled: bool
+    reason: str = ""
+    repeated: bool = False
+    endpoint: str = ""
+
+
+@dataclass(frozen=True)
+class ScalePlan:
+    """What a scale does: workers that go (least loaded first), and how many come."""
+
+    fleet: FleetView
+    removed: tuple[str, ...]
+    added_prefill: int
+    added_decode: int
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    node: str
+    alive: bool
+    cpus: float
+    cpus_free: float
+    gpus: float
+    gpus_free: float
+    workers: tuple[str, ...]
+
+
+class FleetControl(Protocol):
+    """Raises Conflict (`revision_moved`, `counts_moved`), Refused (`last_worker`, `no_controller_policy`...), NotFound
+    (`unknown_worker`, `unknown_node`), InvalidInput naming the field, NoCapacity (`no_place`) naming demand and supply,
+    Unavailable (`registry_unreachable`)."""
+
+    async def view(self) -> FleetView: ...
+
+    async def scale(
+        self,
+        prefill: int | None,
+        decode: int | None,
+        change: Change,
+        *,
+        current: tuple[int | None, int | None] = (None, None),
+    ) -> ScalePlan: ...
+
+    async def cordon(self, workers: Sequence[str], nodes: Sequence[str], on: bool, change: Change) -> FleetView: ...
+
+    async def drain(
+        self,
+        workers: Sequence[str],
+        nodes: Sequence[str],
+        change: Change,
+        *,
+        deadline_ms: int = 0,
+        force: bool = False,
+        replace: bool = False,
+    ) -> FleetView:
+        """Returns at once; the view tells when it is done. `deadline_ms` 0: the configured one."""
+        ...
+
+    async def restart(self, worker: str, change: Change, *, deadline_ms: int = 0, force: bool = False) -> FleetView: ...
+
+    async def set_autoscale(self, policy: str, paused: bool | None, change: Change) -> FleetView:
+        """`policy`: YAML, already validated; empty turns autoscaling off. `paused` None: stays."""
+        ...
+
+    async def decisions(self, limit: int) -> tuple[bytes, ...]:
+        """The autoscaler's last decisions, newest first: serialized genlock.v1.AutoscaleDecision."""
+        ...
+
+    async def nodes(self) -> tuple[NodeRow, ...]: ...
+
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]: ...

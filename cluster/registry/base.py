@@ -1,0 +1,59 @@
+"""The registry's interface. Losing it never makes a stale page valid and never ends a running request: pages are judged
+by their tags alone, and readers go on with the last view they had."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cluster.registry.records import Desired, Event, WorkerRecord
+
+
+class Registry(Protocol):
+    """All methods raise Unavailable (`registry_unreachable`) when the store does not answer in time; none changes
+    anything then that a retry would spoil."""
+
+    async def open(self) -> None:
+        """Connects. Raises Unavailable."""
+        ...
+
+    async def close(self) -> None: ...
+
+    async def put_worker(self, record: WorkerRecord, ttl_ms: int) -> None:
+        """A heartbeat: keeps the record for `ttl_ms`."""
+        ...
+
+    async def remove_worker(self, worker_id: str, incarnation: int) -> None:
+        """Forgets this life of the worker; another life of the same name stays."""
+        ...
+
+    async def workers(self) -> tuple[WorkerRecord, ...]:
+        """All records whose time has not run out, by worker id."""
+        ...
+
+    async def desired(self) -> Desired:
+        """What is wanted; revision 0 where nobody has asked for anything, also after the store was flushed."""
+        ...
+
+    async def replace_desired(self, wanted: Desired, expected_revision: int) -> Desired:
+        """Compare and set: keeps `wanted` under the next revision, which is never one that was used before.
+
+        Raises Conflict (`revision_moved`) naming both revisions when the current one is another.
+        """
+        ...
+
+    async def append_event(self, event: Event) -> Event:
+        """Keeps the event and gives it the next sequence number; the oldest go when the log is full."""
+        ...
+
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        """Events with a higher sequence number than `after`, oldest first, at most `limit`."""
+        ...
+
+    async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
+        """Keeps what was answered under an idempotency key. Returns the earlier answer where the key was known, and
+        keeps that one."""
+        ...
+
+    async def recall(self, key: str) -> bytes | None:
+        """The answer kept under the key, or None."""
+        ...

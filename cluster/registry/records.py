@@ -1,0 +1,67 @@
+"""What the registry keeps. Pure, frozen; all times are Unix milliseconds told by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from cluster.roles import Role
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """One life of one worker, as it was last told. Never proof of anything about its pages."""
+
+    worker_id: str
+    role: Role
+    endpoint: str
+    incarnation: int
+    layout_fingerprint: str
+    # True: takes no new requests.
+    draining: bool = False
+    # The router must not choose it, whatever it says itself.
+    cordoned: bool = False
+    healthy: bool = True
+    detail: str = ""
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    total_pages: int = 0
+    node: str = ""
+    pod: str = ""
+    pid: int = 0
+    metrics_endpoint: str = ""
+    told_ms: int = 0
+
+
+@dataclass(frozen=True)
+class Desired:
+    """What the operator (or the autoscaler) wants. Each change has the next revision; 0: nothing was ever asked."""
+
+    revision: int = 0
+    prefill: int = 0
+    decode: int = 0
+    # Worker ids that the router must not choose.
+    cordoned: frozenset[str] = frozenset()
+    # The autoscaler's policy as YAML; empty: none.
+    autoscale: str = ""
+    autoscale_paused: bool = False
+    # Starts of the controller that led to this state, counted through restarts.
+    controller_starts: int = 0
+    # Restarts that were asked for, by worker id: a drain that ends in a new worker.
+    restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the event log. `sequence` is the registry's; 0 before it is kept."""
+
+    at_ms: int
+    kind: str
+    subject: str
+    actor: str
+    message: str
+    reason: str = ""
+    revision: int = 0
+    sequence: int = 0
