@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvstore.layout import MAX_PAGE_TOKENS, WORKING_FORMATS
 
@@ -122,6 +123,57 @@ class ClusterConfig:
     )
 
 
+def _registry_url(value: str) -> str:
+    if value == "memory":
+        return ""
+    try:
+        parts = urlsplit(value)
+        place = parts.path if parts.scheme == "unix" else parts.hostname
+        if parts.scheme not in ("redis", "rediss", "unix") or not place or parts.port == 0:
+            raise ValueError
+    except ValueError:
+        return "must be memory, redis://host:port/db, rediss://host:port/db (TLS) or unix:///path"
+    if parts.username or parts.password:
+        return "must carry no credentials: use registry.username and registry.password"
+    return ""
+
+
+def _sentinels(value: str) -> str:
+    if value and not re.fullmatch(r"[^\s,:]+:\d{1,5}(,[^\s,:]+:\d{1,5})*", value):
+        return "must read host:port,host:port"
+    return ""
+
+
+def _namespace(value: str) -> str:
+    return "" if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value) else "must be 1 to 64 of letters, digits, . _ -"
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    url: str = _setting(
+        "memory",
+        "Where the fleet is registered: memory, redis://host:port/db, rediss://... (TLS) or unix:///path. With "
+        "registry.sentinels the host is the service's name.",
+        check=_registry_url,
+    )
+    username: str = _setting("", "User at the Redis server; empty: its default user.")
+    password: str = _setting("", "Password at the Redis server; empty: none.", secret=True)
+    sentinels: str = _setting("", "Sentinels, host:port,host:port; empty: none.", check=_sentinels)
+    sentinel_password: str = _setting("", "Password at the sentinels; empty: none.", secret=True)
+    ca_file: str = _setting("", "Certificates that the Redis server's must be signed by; empty: the system's.")
+    cert_file: str = _setting("", "Certificate shown to the Redis server; empty: none.")
+    key_file: str = _setting("", "Key of registry.cert_file.")
+    namespace: str = _setting(
+        "genlock", "Begins all keys: one for each cluster that shares the Redis server.", check=_namespace
+    )
+    timeout_ms: int = _setting(1_000, "Longest time of one call to the registry.", low=10, high=60_000)
+    ttl_ms: int = _setting(
+        6_000, "A worker that has not been told for so long is gone; told every third of it.", low=100, high=600_000
+    )
+    poll_ms: int = _setting(1_000, "Time between two looks at the registry.", low=10, high=60_000)
+    event_limit: int = _setting(10_000, "Most events kept; the oldest go first.", low=1, high=1_000_000)
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings. Sections and fields are the keys of files, variables and flags."""
@@ -132,3 +184,4 @@ class Config:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)

@@ -12,6 +12,11 @@ class Registry(Protocol):
     """All methods raise Unavailable (`registry_unreachable`) when the store does not answer in time; none changes
     anything then that a retry would spoil."""
 
+    @property
+    def skipped(self) -> int:
+        """Records, events and answers that could not be read and were passed over, since the start."""
+        ...
+
     async def open(self) -> None:
         """Connects. Raises Unavailable."""
         ...
@@ -19,7 +24,8 @@ class Registry(Protocol):
     async def close(self) -> None: ...
 
     async def put_worker(self, record: WorkerRecord, ttl_ms: int) -> None:
-        """A heartbeat: keeps the record for `ttl_ms`."""
+        """A heartbeat: keeps the record for `ttl_ms`. Where another life of this name is kept that began later
+        (`started_ms`), nothing changes."""
         ...
 
     async def remove_worker(self, worker_id: str, incarnation: int) -> None:
@@ -35,7 +41,9 @@ class Registry(Protocol):
         ...
 
     async def replace_desired(self, wanted: Desired, expected_revision: int) -> Desired:
-        """Compare and set: keeps `wanted` under the next revision, which is never one that was used before.
+        """Compare and set: keeps `wanted` under the next revision, which is never one that was used before, also not
+        before the store was flushed: it is above `expected_revision` and above `wanted.revision`. So a caller that
+        finds revision 0 where it has seen a higher one writes its last state again, that revision still in it.
 
         Raises Conflict (`revision_moved`) naming both revisions when the current one is another.
         """

@@ -33,6 +33,8 @@ class WorkerRecord:
     pid: int = 0
     metrics_endpoint: str = ""
     told_ms: int = 0
+    # When this life began, on its host's clock: of two lives of one name the later one is the present.
+    started_ms: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""The registry in this process: the default on one machine. It lives and dies with its cluster."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+from cluster.registry.base import Registry
+from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.rules import (
+    MAX_ANSWERS,
+    MAX_EVENT_BATCH,
+    check_answer,
+    check_ttl,
+    check_worker,
+    next_revision,
+    revision_moved,
+    takes_over,
+    too_many_workers,
+)
+
+
+class MemoryRegistry(Registry):
+    """`now_ms`: any clock that does not go back, in milliseconds."""
+
+    def __init__(self, now_ms: Callable[[], float], event_limit: int = 10_000, max_workers: int = 4096) -> None:
+        self._now_ms = now_ms
+        self._event_limit = event_limit
+        self._max_workers = max_workers
+        # Each value with the time when it goes.
+        self._workers: dict[str, tuple[WorkerRecord, float]] = {}
+        self._answers: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
+        self._desired = Desired()
+        self._events: list[Event] = []
+        self._sequence = 0
+
+    @property
+    def skipped(self) -> int:
+        """Records that could not be read: none here."""
+        return 0
+
+    async def open(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    async def put_worker(self, record: WorkerRecord, ttl_ms: int) -> None:
+        check_worker(record)
+        check_ttl(ttl_ms)
+        self._prune()
+        kept = self._workers.get(record.worker_id)
+        if kept is not None and not takes_over(record, kept[0]):
+            return
+        if kept is None and len(self._workers) >= self._max_workers:
+            raise too_many_workers(self._max_workers)
+        self._workers[record.worker_id] = (record, self._now_ms() + ttl_ms)
+
+    async def remove_worker(self, worker_id: str, incarnation: int) -> None:
+        kept = self._workers.get(worker_id)
+        if kept is not None and kept[0].incarnation == incarnation:
+            del self._workers[worker_id]
+
+    async def workers(self) -> tuple[WorkerRecord, ...]:
+        self._prune()
+        return tuple(self._workers[worker_id][0] for worker_id in sorted(self._workers))
+
+    async def desired(self) -> Desired:
+        return self._desired
+
+    async def replace_desired(self, wanted: Desired, expected_revision: int) -> Desired:
+        current = self._desired.revision
+        if current != expected_revision:
+            raise revision_moved(current, expected_revision)
+        self._desired = replace(wanted, revision=next_revision(current, expected_revision, wanted.revision))
+        return self._desired
+
+    async def append_event(self, event: Event) -> Event:
+        self._sequence += 1
+        kept = replace(event, sequence=self._sequence)
+        self._events.append(kept)
+        del self._events[: -self._event_limit]
+        return kept
+
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        newer = [event for event in self._events if event.sequence > after]
+        return tuple(newer[: max(0, min(limit, MAX_EVENT_BATCH))])
+
+    async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
+        check_answer(key, answer)
+        check_ttl(ttl_ms)
+        earlier = await self.recall(key)
+        if earlier is None:
+            self._answers[key] = (answer, self._now_ms() + ttl_ms)
+            self._answers.move_to_end(key)
+            while len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        return earlier
+
+    async def recall(self, key: str) -> bytes | None:
+        kept = self._answers.get(key)
+        if kept is None:
+            return None
+        if kept[1] <= self._now_ms():
+            del self._answers[key]
+            return None
+        return kept[0]
+
+    def _prune(self) -> None:
+        now_ms = self._now_ms()
+        for worker_id in [key for key, (_, until_ms) in self._workers.items() if until_ms <= now_ms]:
+            del self._workers[worker_id]

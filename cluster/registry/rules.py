@@ -1,0 +1,62 @@
+"""What every registry holds to: limits, who wins under one name, which revision comes next. Pure."""
+
+from __future__ import annotations
+
+from cluster.registry.records import WorkerRecord
+from kvstore.errors import Conflict, InvalidInput, NoCapacity
+from kvstore.ids import INCARNATION_BITS
+
+MAX_NAME_CHARS = 256
+MAX_TEXT_CHARS = 4096
+MAX_ANSWER_BYTES = 1 << 20
+MAX_ANSWERS = 10_000
+MAX_EVENT_BATCH = 10_000
+MAX_TTL_MS = 7 * 86_400_000
+
+
+def takes_over(new: WorkerRecord, kept: WorkerRecord) -> bool:
+    """Whether `new` replaces `kept` under its name. A life that began earlier never replaces a later one, so the last
+    heartbeats of a worker that was replaced do not bring it back."""
+    return new.incarnation == kept.incarnation or new.started_ms >= kept.started_ms
+
+
+def next_revision(stored: int, expected: int, carried: int, floor: int = 0) -> int:
+    """The revision of a change: above the stored one, above what the caller expected, above the revision that the
+    wanted state carries (the caller's high-water mark, which outlives a flush of the store), and above `floor`."""
+    return max(stored, expected, carried, floor) + 1
+
+
+def revision_moved(current: int, expected: int) -> Conflict:
+    return Conflict(
+        "revision_moved",
+        f"the fleet's revision is {current}, not {expected}: look again and repeat the change",
+        field="expected_revision",
+    )
+
+
+def too_many_workers(limit: int) -> NoCapacity:
+    return NoCapacity("too_many_workers", f"{limit} workers are registered already", field="worker_id")
+
+
+def check_worker(record: WorkerRecord) -> None:
+    """Raises InvalidInput naming the field."""
+    if not 0 < len(record.worker_id) <= MAX_NAME_CHARS:
+        raise InvalidInput("bad_worker_record", f"worker_id must have 1 to {MAX_NAME_CHARS} chars", field="worker_id")
+    if not 0 < len(record.endpoint) <= MAX_NAME_CHARS:
+        raise InvalidInput("bad_worker_record", f"endpoint must have 1 to {MAX_NAME_CHARS} chars", field="endpoint")
+    if not 1 <= record.incarnation < 1 << INCARNATION_BITS:
+        raise InvalidInput("bad_worker_record", "incarnation must be 1 to 2^63 - 1", field="incarnation")
+
+
+def check_answer(key: str, answer: bytes) -> None:
+    """Raises InvalidInput naming the field."""
+    if not 0 < len(key) <= MAX_NAME_CHARS:
+        raise InvalidInput("bad_idempotency_key", f"must have 1 to {MAX_NAME_CHARS} chars", field="idempotency_key")
+    if len(answer) > MAX_ANSWER_BYTES:
+        raise InvalidInput("answer_too_long", f"an answer has at most {MAX_ANSWER_BYTES} bytes", field="answer")
+
+
+def check_ttl(ttl_ms: int) -> None:
+    """Raises InvalidInput."""
+    if not 1 <= ttl_ms <= MAX_TTL_MS:
+        raise InvalidInput("bad_ttl", f"ttl_ms must be between 1 and {MAX_TTL_MS}, is {ttl_ms}", field="ttl_ms")
