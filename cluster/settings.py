@@ -117,6 +117,33 @@ class ApiConfig:
 
 
 @dataclass(frozen=True)
+class MetricsConfig:
+    host: str = _setting("127.0.0.1", "Address of Prometheus endpoints.", check=_not_blank)
+    port: int = _setting(
+        -1, "Port of the gateway's metrics, 9464 by custom; 0: any free one; -1 or empty: off.",
+        low=-1, high=65_535, empty=-1,
+    )  # fmt: skip
+    worker_port: int = _setting(
+        -1, "Port of a worker's metrics: the first free one from here on; 0: any free one; -1 or empty: off.",
+        low=-1, high=65_535, empty=-1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TracingConfig:
+    endpoint: str = _setting("", "OTLP collector (gRPC) that traces go to, as http://host:4317; empty: no tracing.")
+    sample_ratio: float = _setting(1.0, "Share of requests that are traced.", low=0.0, high=1.0)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    format: str = _setting("text", "Form of log lines.", choices=("text", "json"))
+    level: str = _setting("info", "Least level that is logged.", choices=("debug", "info", "warning", "error"))
+    folder: str = _setting("", "Folder of log files, one for each process; empty: the process' stderr.")
+    prompts: bool = _setting(False, "Log prompts and answers at level debug. For tracking down a fault, never to stay.")
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     secret: str = _setting(
         "", "Keys prefix keys and digests; hexadecimal. Empty: random at every start.", secret=True, check=_hex_secret
@@ -184,4 +211,7 @@ class Config:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
