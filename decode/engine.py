@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode.core import DecodeCore, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.peers import PeerTable, PeerVerdict
 from decode.pull import HandoffResult, Handoffs
 from kvstore.errors import Cancelled, GenlockError, Unavailable
 from kvstore.guard import Guard
@@ -125,6 +126,14 @@ class DecodeEngine:
     def cancel(self, request_no: int) -> None:
         """The caller is gone. Safe from any thread and at any time; ended requests are ignored."""
         self.loop.post_quietly(lambda: self._cancel(request_no))
+
+    @property
+    def peers(self) -> PeerTable:
+        return self._handoffs.peers
+
+    async def check_peer(self, endpoint: str, worker: str) -> PeerVerdict:
+        """Whether pages of this prefill worker arrive as they were sealed; asks and proves where that is not known."""
+        return await self._handoffs.check_peer(endpoint, worker)
 
     def facts(self) -> DecodeFacts:
         core = self.core

@@ -16,18 +16,20 @@ import grpc
 
 from decode.core import StartHandoff
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
-from decode.peers import PeerTable
+from decode.peers import PeerTable, PeerVerdict
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput, PageFault, Unavailable
 from kvstore.guard import Guard
 from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import Peer, PoolExport
 from model.sampler import SampledToken
+from wire.calls import answer
 from wire.convert import descriptor_from_proto, export_from_proto, ticket_to_proto, token_from_proto
 from wire.errors import from_rpc
 from wire.options import open_channel
 
 RELEASE_TIMEOUT_S = 2.0
+POOL_TIMEOUT_S = 5.0  # a prefill worker tells of its pool at once
 MAX_CHANNELS = 1024
 
 
@@ -63,6 +65,8 @@ class Handoffs:
     clock: Callable[[], int]
     transfer_timeout_ms: int
     hooks: PullHooks = field(default_factory=PullHooks)
+    # Exchanges with new peers run here, so that one that hangs keeps no request's pull waiting. None: on `executor`.
+    prover: Executor | None = None
     _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
 
     async def run(
@@ -76,6 +80,24 @@ class Handoffs:
         """One attempt. `deliver` gets a verified handoff at once; the lease is released after that, since prefill may
         be in the middle of a chunk. Raises the typed error that ends the request, never after `deliver`."""
         await _Attempt(self, start, endpoint, worker, ends_answer).run(deliver)
+
+    async def check_peer(self, endpoint: str, worker: str) -> PeerVerdict:
+        """Asks a prefill worker for its pool and proves it, unless that is done for the pool's present life. Never
+        raises for what the peer does: a pair that fails is an answer."""
+        try:
+            stub = await self.stub(endpoint)
+            answered = await answer(stub.GetPool(worker_pb2.GetPoolRequest(), timeout=POOL_TIMEOUT_S))
+            export = export_from_proto(answered.pool)
+        except GenlockError as error:
+            verdict = PeerVerdict(worker, 0, False, error.reason, error.message)
+            self.peers.note(verdict)
+            return verdict
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self.prover or self.executor, self.peers.connect, worker, export)
+        except GenlockError as error:
+            return PeerVerdict(worker, export.incarnation, False, error.reason, error.message)
+        return PeerVerdict(worker, export.incarnation, True)
 
     async def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
         """Over the one channel to `endpoint`; beyond MAX_CHANNELS the one that was used longest ago is closed."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from decode.engine import DecodeEngine, Ended
+from decode.peers import PeerVerdict
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
 from model.base import ModelInfo
@@ -16,6 +17,16 @@ from wire.convert import finish_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
+
+
+def proof_to_proto(verdict: PeerVerdict) -> worker_pb2.PeerProof:
+    return worker_pb2.PeerProof(
+        worker_id=verdict.worker,
+        incarnation=verdict.incarnation,
+        passed=verdict.passed,
+        reason=verdict.reason,
+        detail=verdict.detail,
+    )
 
 
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
@@ -37,6 +48,19 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             raise
         except Exception as unexpected:
             await abort_with(context, surprise(unexpected, "decode"))
+
+    async def CheckPeer(self, request: worker_pb2.CheckPeerRequest, context: Any) -> worker_pb2.CheckPeerResponse:
+        try:
+            if not request.prefill_endpoint or not request.prefill_worker:
+                raise InvalidInput("no_prefill_worker", "name the prefill worker to check", field="prefill_endpoint")
+            verdict = await self._engine.check_peer(request.prefill_endpoint, request.prefill_worker)
+        except GenlockError as error:
+            await abort_with(context, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as unexpected:
+            await abort_with(context, surprise(unexpected, "check_peer"))
+        return worker_pb2.CheckPeerResponse(proof=proof_to_proto(verdict))
 
     async def _decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
         ticket = served_ticket(request.ticket, self._info)

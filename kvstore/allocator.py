@@ -41,21 +41,28 @@ class PageAllocator:
         on_tag: Callable[[int, Tag], None] = lambda page_id, tag: None,
         on_free: Callable[[int], None] = lambda page_id: None,
         checks: Checks = ALL_CHECKS,
+        spares: int = 0,
     ) -> None:
+        """`spares` slots come after the pool's `slots`: `allocate` never gives them out and no count includes them."""
         if not 1 <= slots <= MAX_SLOTS:
             raise InvalidInput("bad_pool", f"pool.slots must be 1 to {MAX_SLOTS}", field="pool.slots")
         if not 1 <= incarnation < 1 << INCARNATION_BITS:
             raise InvalidInput("bad_incarnation", "an incarnation is 1 to 2^63 - 1", field="pool.incarnation")
         self.incarnation = incarnation
         self.checks = checks
-        self._slots = [Slot() for _ in range(slots)]
+        self._slots = [Slot() for _ in range(slots + spares)]
+        self._pool_slots = slots
         self._free = list(range(slots - 1, -1, -1))
         self._counts = dict.fromkeys(SlotState, 0) | {SlotState.FREE: slots}
         self._on_tag = on_tag
         self._on_free = on_free
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return self._pool_slots
+
+    @property
+    def free_spares(self) -> int:
+        return sum(slot.state is SlotState.FREE for slot in self._slots[self._pool_slots :])
 
     @property
     def free_pages(self) -> int:
@@ -90,6 +97,13 @@ class PageAllocator:
         if count > len(self._free):
             raise NoCapacity("no_pages", f"{count} pages are needed and {len(self._free)} are free")
         return tuple(self._ref(self._apply(self._free[-1], SlotEvent.ALLOCATE, owner)) for _ in range(count))
+
+    def allocate_spare(self, owner: int) -> PageRef:
+        """A spare slot, however full the pool is. Raises NoCapacity('no_spares')."""
+        for page_id in range(self._pool_slots, len(self._slots)):
+            if self._slots[page_id].state is SlotState.FREE:
+                return self._ref(self._apply(page_id, SlotEvent.ALLOCATE, owner))
+        raise NoCapacity("no_spares", f"all {len(self._slots) - self._pool_slots} spare pages are in use")
 
     def seal(self, ref: PageRef, owner: int, *, keep_in_cache: bool = False) -> None:
         """OPEN to SEALED; `keep_in_cache` gives the page to the prefix index. Raises StalePage, LifecycleError."""
@@ -226,15 +240,17 @@ class PageAllocator:
     def _apply(self, page_id: int, event: SlotEvent, owner: int = 0) -> int:
         before = self._slots[page_id]
         after = apply_event(before, event, owner, self.checks)
-        if before.state is SlotState.FREE:
+        in_pool = page_id < self._pool_slots
+        if before.state is SlotState.FREE and in_pool:
             self._free.pop()
         self._slots[page_id] = after
-        if after.state is not before.state:
+        if after.state is not before.state and in_pool:
             self._counts[before.state] -= 1
             self._counts[after.state] += 1
         if after.generation != before.generation:
             self._on_tag(page_id, Tag(self.incarnation, after.generation))
         if after.state is SlotState.FREE:
             self._on_free(page_id)
-            self._free.append(page_id)
+            if in_pool:
+                self._free.append(page_id)
         return page_id

@@ -91,7 +91,9 @@ class Guard:
         *,
         checks: Checks = ALL_CHECKS,
         scrub: bool = True,
+        spares: int = 0,
     ) -> None:
+        """`spares`: slots beside the pool's, for the start-up self-test (beacon.py)."""
         if layout.kv_format not in WORKING_FORMATS:
             raise InvalidInput("format_not_built", f"kv_format {layout.kv_format} is not built", field="kv_format")
         if layout.order is not HeadOrder.HEAD_MAJOR:
@@ -110,9 +112,10 @@ class Guard:
         self._digester = digester
         self._lock = threading.RLock()
         self._count_lock = threading.Lock()
-        self._pool = PoolStorage(layout, slots, engine.allocate(slots, layout.slot_bytes))
-        self._book = PageAllocator(slots, incarnation, self._pool.set_tag, self._freed, checks)
-        for page_id in range(slots):
+        self.spares = spares
+        self._pool = PoolStorage(layout, slots + spares, engine.allocate(slots + spares, layout.slot_bytes))
+        self._book = PageAllocator(slots, incarnation, self._pool.set_tag, self._freed, checks, spares)
+        for page_id in range(slots + spares):
             self._pool.set_tag(page_id, self._book.live_tag(page_id))
         self.export = engine.publish(incarnation, layout.canonical())
 
@@ -151,6 +154,21 @@ class Guard:
         """Pages for `owner`, all or none; their tags have moved. Raises NoCapacity('no_pages')."""
         with self._lock:
             return self._book.allocate(owner, count)
+
+    @property
+    def free_spares(self) -> int:
+        return self._book.free_spares
+
+    def allocate_spare(self, owner: int) -> PageRef:
+        """A slot beside the pool's, however full the pool is. Raises NoCapacity('no_spares')."""
+        with self._lock:
+            return self._book.allocate_spare(owner)
+
+    def fill(self, ref: PageRef, owner: int, body: bytes) -> None:
+        """Writes `slot_bytes - 128` bytes into an own open page. Raises StalePage, LifecycleError."""
+        with self._lock:
+            self._book.require_open((ref,), owner)
+            self._pool.write_body(ref.page_id, body)
 
     def retire(self, refs: Iterable[PageRef], owner: int) -> None:
         """Gives pages back, all or none. Raises PagePinned, StalePage, LifecycleError."""

@@ -34,6 +34,9 @@ class PoolStorage:
         self.slots_SU8[page_id, :HEADER_BYTES] = np.frombuffer(raw, dtype=np.uint8)
         return raw
 
+    def write_body(self, page_id: int, body: bytes) -> None:
+        self.slots_SU8[page_id, HEADER_BYTES:] = np.frombuffer(body, dtype=np.uint8)
+
     def header_bytes(self, page_id: int) -> bytes:
         return self.slots_SU8[page_id, :HEADER_BYTES].tobytes()
 

@@ -26,6 +26,9 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         self._engine = engine
         self._info = info
 
+    async def GetPool(self, request: worker_pb2.GetPoolRequest, context: Any) -> worker_pb2.GetPoolResponse:
+        return worker_pb2.GetPoolResponse(pool=export_to_proto(self._engine.guard.export))
+
     async def Prefill(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
         self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: Any
     ) -> None:

@@ -144,6 +144,7 @@ def export_to_proto(export: PoolExport) -> worker_pb2.PoolExport:
         slots=export.slots,
         slot_bytes=export.slot_bytes,
         address=export.address,
+        beacon=None if export.beacon is None else descriptor_to_proto(export.beacon),
     )
 
 
@@ -159,6 +160,7 @@ def export_from_proto(message: worker_pb2.PoolExport) -> PoolExport:
         slots=message.slots,
         slot_bytes=message.slot_bytes,
         address=message.address,
+        beacon=descriptor_from_proto(message.beacon) if message.HasField("beacon") else None,
     )
 
 

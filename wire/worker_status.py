@@ -23,6 +23,8 @@ def pool_status(guard: Guard, cached_pages: int = 0) -> worker_pb2.PoolStatus:
         quarantined=counts.quarantined,
         page_bytes=guard.layout.slot_bytes,
         cached=cached_pages,
+        spares=guard.spares,
+        spares_used=guard.spares - guard.free_spares,
     )
 
 

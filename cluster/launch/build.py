@@ -19,8 +19,9 @@ from decode.core import DecodeCore, DecodeLimits
 from decode.engine import DecodeEngine, DecodeHooks
 from decode.peers import PeerTable
 from decode.pull import Handoffs, PullHooks
-from decode.service import DecodeService
+from decode.service import DecodeService, proof_to_proto
 from genlock.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.beacon import BEACON_SLOTS, LANDING_SLOTS, PeerProver, light_beacon
 from kvstore.checks import ALL_CHECKS, Checks
 from kvstore.digest import Digester
 from kvstore.errors import InvalidInput, Unavailable
@@ -44,6 +45,7 @@ from wire.options import server_options
 from wire.worker_status import WorkerStatusService, pool_status
 
 PULL_THREADS = 2  # at least
+PROVE_THREADS = LANDING_SLOTS  # no more exchanges run at a time
 LOOP_STOP_MS = 10_000
 
 
@@ -81,6 +83,7 @@ class BuiltWorker:
         self._server: grpc.aio.Server | None = None
         self._handoffs: Handoffs | None = None
         self._executor: ThreadPoolExecutor | None = None
+        self._prover: ThreadPoolExecutor | None = None
         self._status: WorkerStatusService | None = None
         self._stopped = False
         self._started = False
@@ -137,8 +140,9 @@ class BuiltWorker:
             await loop.run_in_executor(None, self.engine.loop.stop, LOOP_STOP_MS)
         if self._handoffs is not None:
             await self._handoffs.close()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._prover):
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
         if hasattr(self, "transfer"):
             await loop.run_in_executor(None, self.transfer.close)
 
@@ -147,6 +151,7 @@ class BuiltWorker:
         engine, guard = self.engine, self.guard
         facts = engine.facts()
         prefill = facts if isinstance(engine, PrefillEngine) else None
+        peers = engine.peers if isinstance(engine, DecodeEngine) else None
         return worker_pb2.WorkerStatus(
             worker_id=self.worker_id,
             role=self.role.value,
@@ -164,6 +169,8 @@ class BuiltWorker:
             tokens=facts.tokens,
             pid=os.getpid(),
             transfer_engine=self.transfer.name,
+            peers=[proof_to_proto(verdict) for verdict in peers.verdicts] if peers is not None else [],
+            proves_peers=peers is not None and peers.proves,
         )
 
     # --- parts --------------------------------------------------------------------------------------------------
@@ -187,12 +194,15 @@ class BuiltWorker:
         self.guard = Guard(
             layout, slots, self.transfer, draw_incarnation(os.urandom), digester,
             checks=self.tuning.checks, scrub=config.cache.scrub,
+            spares=BEACON_SLOTS if self.role is Role.PREFILL else LANDING_SLOTS,
         )  # fmt: skip
         backend = make_backend(config.cache.attention, layout)
         backend.warm_up(layout)
         StepRunner(model, backend, self.guard).warm_up()
         identity = PrefixIdentity(model.info.revision, model.info.tokenizer_digest, layout.fingerprint)
         self._keyer = PrefixKeyer(secret, identity)
+        if self.role is Role.PREFILL:
+            light_beacon(self.guard, self._keyer)
         return model, StepRunner(model, backend, self.guard, self.tuning.step)
 
     def _build_prefill(self, model: LanguageModel, runner: StepRunner) -> PrefillService:
@@ -218,9 +228,12 @@ class BuiltWorker:
         # One for each request that may be in handoff, so that a peer that hangs keeps only its own requests waiting.
         threads = max(PULL_THREADS, workers.max_running)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"pull-{self.worker_id}")
+        self._prover = ThreadPoolExecutor(PROVE_THREADS, thread_name_prefix=f"prove-{self.worker_id}")
+        timeout_ms = self.spec.config.transfer.timeout_ms
+        prover = PeerProver(self.guard, receiver, self._keyer, timeout_ms)
         self._handoffs = Handoffs(
-            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry()), self._executor,
-            self.tuning.clock, self.spec.config.transfer.timeout_ms, self.tuning.pull,
+            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), prover), self._executor,
+            self.tuning.clock, timeout_ms, self.tuning.pull, self._prover,
         )  # fmt: skip
         self.engine = DecodeEngine(
             core, runner, self.guard, receiver, self._handoffs, info.eos_token_ids, self.tuning.clock,

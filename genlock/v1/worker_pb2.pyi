@@ -176,6 +176,83 @@ class SampledToken(_message.Message):
 Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
+class CheckPeerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    prefill_endpoint: _builtins.str
+    prefill_worker: _builtins.str
+    def __init__(
+        self,
+        *,
+        prefill_endpoint: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_endpoint", b"prefill_endpoint", "prefill_worker", b"prefill_worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckPeerRequest: _TypeAlias = CheckPeerRequest  # noqa: Y015
+
+@_typing.final
+class CheckPeerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def proof(self) -> Global___PeerProof: ...
+    def __init__(
+        self,
+        *,
+        proof: Global___PeerProof | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckPeerResponse: _TypeAlias = CheckPeerResponse  # noqa: Y015
+
+@_typing.final
+class PeerProof(_message.Message):
+    """Whether a decode worker may pull from one prefill worker, and why not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.int
+    """The life of the pool that this is said of; 0 when the worker told none."""
+    passed: _builtins.bool
+    reason: _builtins.str
+    """The error's reason and its words; empty when passed."""
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        passed: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "incarnation", b"incarnation", "passed", b"passed", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerProof: _TypeAlias = PeerProof  # noqa: Y015
+
+@_typing.final
 class DecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -292,6 +369,41 @@ class DecodeFinished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeFinished: _TypeAlias = DecodeFinished  # noqa: Y015
+
+@_typing.final
+class GetPoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolRequest: _TypeAlias = GetPoolRequest  # noqa: Y015
+
+@_typing.final
+class GetPoolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pool(self) -> Global___PoolExport: ...
+    def __init__(
+        self,
+        *,
+        pool: Global___PoolExport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
 
 @_typing.final
 class PrefillCommand(_message.Message):
@@ -445,6 +557,7 @@ class PoolExport(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    BEACON_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     incarnation: _builtins.int
     layout: _builtins.str
@@ -452,6 +565,10 @@ class PoolExport(_message.Message):
     slots: _builtins.int
     slot_bytes: _builtins.int
     address: _builtins.str
+    @_builtins.property
+    def beacon(self) -> Global___PageDescriptor:
+        """A sealed page of this pool, there as long as the pool: what peers prove an exchange with."""
+
     def __init__(
         self,
         *,
@@ -461,10 +578,11 @@ class PoolExport(_message.Message):
         slots: _builtins.int = ...,
         slot_bytes: _builtins.int = ...,
         address: _builtins.str = ...,
+        beacon: Global___PageDescriptor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beacon", b"beacon"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "incarnation", b"incarnation", "layout", b"layout", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beacon", b"beacon", "engine", b"engine", "incarnation", b"incarnation", "layout", b"layout", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -641,6 +759,8 @@ class WorkerStatus(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     TRANSFER_ENGINE_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    PROVES_PEERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -657,6 +777,8 @@ class WorkerStatus(_message.Message):
     tokens: _builtins.int
     pid: _builtins.int
     transfer_engine: _builtins.str
+    proves_peers: _builtins.bool
+    """This worker pulls only from peers that have passed; false for one that pulls from nobody."""
     @_builtins.property
     def pool(self) -> Global___PoolStatus: ...
     @_builtins.property
@@ -666,6 +788,10 @@ class WorkerStatus(_message.Message):
     @_builtins.property
     def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Requests by outcome: ok, or the error's reason."""
+
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerProof]:
+        """Peers that this worker has tried to prove an exchange with (decode)."""
 
     def __init__(
         self,
@@ -686,10 +812,12 @@ class WorkerStatus(_message.Message):
         tokens: _builtins.int = ...,
         pid: _builtins.int = ...,
         transfer_engine: _builtins.str = ...,
+        peers: _abc.Iterable[Global___PeerProof] | None = ...,
+        proves_peers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "outcomes", b"outcomes", "pid", b"pid", "pool", b"pool", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "outcomes", b"outcomes", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -706,6 +834,8 @@ class PoolStatus(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    SPARES_FIELD_NUMBER: _builtins.int
+    SPARES_USED_FIELD_NUMBER: _builtins.int
     pages: _builtins.int
     free: _builtins.int
     open: _builtins.int
@@ -714,6 +844,10 @@ class PoolStatus(_message.Message):
     page_bytes: _builtins.int
     cached: _builtins.int
     """Sealed pages that the prefix cache keeps and nobody uses."""
+    spares: _builtins.int
+    """Slots beside `pages` that belong to the start-up self-test: the beacon (prefill), landing places (decode)."""
+    spares_used: _builtins.int
+    """Of these, the ones in use: the beacon, and places where an exchange may still write."""
     def __init__(
         self,
         *,
@@ -724,10 +858,12 @@ class PoolStatus(_message.Message):
         quarantined: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
         cached: _builtins.int = ...,
+        spares: _builtins.int = ...,
+        spares_used: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "open", b"open", "page_bytes", b"page_bytes", "pages", b"pages", "quarantined", b"quarantined", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "free", b"free", "open", b"open", "page_bytes", b"page_bytes", "pages", b"pages", "quarantined", b"quarantined", "sealed", b"sealed", "spares", b"spares", "spares_used", b"spares_used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,11 @@ class DecodeServiceStub:
                 request_serializer=genlock_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=genlock_dot_v1_dot_worker__pb2.DecodeEvent.FromString,
                 _registered_method=True)
+        self.CheckPeer = channel.unary_unary(
+                '/genlock.v1.DecodeService/CheckPeer',
+                request_serializer=genlock_dot_v1_dot_worker__pb2.CheckPeerRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_worker__pb2.CheckPeerResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -51,6 +56,14 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckPeer(self, request, context):
+        """Proves that pages of a prefill worker's pool arrive as they were sealed, unless that is proved already for the
+        pool's present life. A pair that fails is an answer, not an error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=genlock_dot_v1_dot_worker__pb2.DecodeRequest.FromString,
                     response_serializer=genlock_dot_v1_dot_worker__pb2.DecodeEvent.SerializeToString,
+            ),
+            'CheckPeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckPeer,
+                    request_deserializer=genlock_dot_v1_dot_worker__pb2.CheckPeerRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_worker__pb2.CheckPeerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -97,6 +115,33 @@ class DecodeService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def CheckPeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.DecodeService/CheckPeer',
+            genlock_dot_v1_dot_worker__pb2.CheckPeerRequest.SerializeToString,
+            genlock_dot_v1_dot_worker__pb2.CheckPeerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class PrefillServiceStub:
     """Missing associated documentation comment in .proto file."""
@@ -112,6 +157,11 @@ class PrefillServiceStub:
                 request_serializer=genlock_dot_v1_dot_worker__pb2.PrefillCommand.SerializeToString,
                 response_deserializer=genlock_dot_v1_dot_worker__pb2.HandoffEvent.FromString,
                 _registered_method=True)
+        self.GetPool = channel.unary_unary(
+                '/genlock.v1.PrefillService/GetPool',
+                request_serializer=genlock_dot_v1_dot_worker__pb2.GetPoolRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_worker__pb2.GetPoolResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -125,6 +175,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPool(self, request, context):
+        """How to reach this worker's pool, for peers that prove an exchange before the first handoff.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +189,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=genlock_dot_v1_dot_worker__pb2.PrefillCommand.FromString,
                     response_serializer=genlock_dot_v1_dot_worker__pb2.HandoffEvent.SerializeToString,
+            ),
+            'GetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPool,
+                    request_deserializer=genlock_dot_v1_dot_worker__pb2.GetPoolRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_worker__pb2.GetPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -161,6 +223,33 @@ class PrefillService:
             '/genlock.v1.PrefillService/Prefill',
             genlock_dot_v1_dot_worker__pb2.PrefillCommand.SerializeToString,
             genlock_dot_v1_dot_worker__pb2.HandoffEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.PrefillService/GetPool',
+            genlock_dot_v1_dot_worker__pb2.GetPoolRequest.SerializeToString,
+            genlock_dot_v1_dot_worker__pb2.GetPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

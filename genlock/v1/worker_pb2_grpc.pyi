@@ -33,12 +33,20 @@ class DecodeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.UnaryStreamMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.DecodeEvent]
     """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it."""
+    CheckPeer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckPeerRequest, _worker_pb2.CheckPeerResponse]
+    """Proves that pages of a prefill worker's pool arrive as they were sealed, unless that is proved already for the
+    pool's present life. A pair that fails is an answer, not an error.
+    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.DecodeEvent]  # type: ignore[assignment]
     """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it."""
+    CheckPeer: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckPeerRequest, _worker_pb2.CheckPeerResponse]  # type: ignore[assignment]
+    """Proves that pages of a prefill worker's pool arrive as they were sealed, unless that is proved already for the
+    pool's present life. A pair that fails is an answer, not an error.
+    """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -48,6 +56,16 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeEvent], _abc.AsyncIterator[_worker_pb2.DecodeEvent]]:
         """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it."""
+
+    @_abc_1.abstractmethod
+    def CheckPeer(
+        self,
+        request: _worker_pb2.CheckPeerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CheckPeerResponse, _abc.Awaitable[_worker_pb2.CheckPeerResponse]]:
+        """Proves that pages of a prefill worker's pool arrive as they were sealed, unless that is proved already for the
+        pool's present life. A pair that fails is an answer, not an error.
+        """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -60,6 +78,8 @@ class PrefillServiceStub:
     """First command: the ticket. Then the answer grows page by page, while later commands renew or release the lease.
     Closing the call ends the lease.
     """
+    GetPool: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetPoolRequest, _worker_pb2.GetPoolResponse]
+    """How to reach this worker's pool, for peers that prove an exchange before the first handoff."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
@@ -68,6 +88,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """First command: the ticket. Then the answer grows page by page, while later commands renew or release the lease.
     Closing the call ends the lease.
     """
+    GetPool: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetPoolRequest, _worker_pb2.GetPoolResponse]  # type: ignore[assignment]
+    """How to reach this worker's pool, for peers that prove an exchange before the first handoff."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -79,6 +101,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """First command: the ticket. Then the answer grows page by page, while later commands renew or release the lease.
         Closing the call ends the lease.
         """
+
+    @_abc_1.abstractmethod
+    def GetPool(
+        self,
+        request: _worker_pb2.GetPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetPoolResponse, _abc.Awaitable[_worker_pb2.GetPoolResponse]]:
+        """How to reach this worker's pool, for peers that prove an exchange before the first handoff."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

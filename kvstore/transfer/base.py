@@ -27,6 +27,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.descriptor import PageDescriptor
+
 TAG_TABLE_ALIGN_BYTES = 4096
 MAX_PAGES_PER_TRANSFER = 65_536
 
@@ -48,6 +50,8 @@ class PoolExport:
     slots: int
     slot_bytes: int
     address: str
+    # A sealed page that is there as long as the pool, for peers to prove an exchange with (kvstore/beacon.py).
+    beacon: PageDescriptor | None = None
 
 
 class TransferState(StrEnum):
