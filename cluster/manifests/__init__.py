@@ -1,0 +1,1 @@
+"""Kubernetes manifests: the chart rendered without a helm binary, and rules that hold for what comes out."""
