@@ -20,7 +20,10 @@ COMMANDS = {
     "status": LazyCommand("cluster.cli.status:command", "Workers, pools, checks and outcomes."),
     "config": LazyCommand("cluster.cli.config:command", "Effective settings and where each one came from."),
     "selftest": LazyCommand("cluster.selftest.cli:command", "Check this installation with injected faults."),
+    "chaos": LazyCommand("cluster.chaos.cli:command", "Break a private cluster under load and judge every answer."),
     "sim": LazyCommand("sim.cli:sim_command", "Search for broken promises in simulated clusters, seed by seed."),
+    "autoscale": LazyCommand("cluster.cli.autoscale:command", "Decide how many workers there are, and why."),
+    "manifest": LazyCommand("cluster.cli.manifest:command", "Kubernetes manifests, rendered and checked."),
     "bench": LazyCommand("cluster.cli.bench:command", "Measure on this machine."),
 }
 

@@ -36,6 +36,7 @@ max-worker-port: "10999"
     spec:
       serviceAccountName: {{ include "genlock.name" $root }}-worker
       automountServiceAccountToken: false
+      enableServiceLinks: false
       # Longer than the drain that preStop waits for.
       terminationGracePeriodSeconds: {{ include "genlock.graceSeconds" $root }}
       securityContext:
@@ -48,6 +49,7 @@ max-worker-port: "10999"
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
           ports:
             - {name: ray-metrics, containerPort: 8080}
+            - {name: metrics, containerPort: {{ $root.Values.ports.workerMetrics }}}
           env:
             {{- include "genlock.env" $root | nindent 12 }}
             {{- include "genlock.clientEnv" $root | nindent 12 }}

@@ -60,6 +60,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
   "workers" (dict
     "prefill" (mul .Values.prefill.replicas .Values.prefill.workersPerPod)
     "decode" (mul .Values.decode.replicas .Values.decode.workersPerPod))
+  "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics)
+  "registry" (dict "namespace" (include "genlock.name" .))
 -}}
 {{- if .Values.tenants.secretName }}
 {{- $_ := set $own.api "tenants_file" "/etc/genlock/tenants/tenants.yaml" }}

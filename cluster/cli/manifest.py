@@ -1,0 +1,154 @@
+"""`genlock manifest`: the Kubernetes manifests, rendered and checked on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.manifests.view import Document
+
+MAX_MANIFEST_BYTES = 16 << 20
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  genlock manifest values
+  genlock manifest render --values laptop
+  genlock manifest render --values mine.yaml --set gateway.replicas=3 -o yaml | kubectl apply -f -
+  genlock manifest render --values mine.yaml | genlock manifest check -"""
+)
+def command() -> None:
+    """Renders the Helm chart without helm and without a cluster, and checks what came out."""
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  genlock manifest render --values laptop
+  genlock manifest render --values h100-8-nodes --values mine.yaml --namespace llm
+  genlock manifest render --set prefill.replicas=2 -o json"""
+)
+@click.option(
+    "--values", "values_files", multiple=True, metavar="FILE", help="Values: a file, or a shipped name. May repeat."
+)
+@click.option("--set", "assignments", multiple=True, metavar="NAME.NAME=VALUE", help="One value. May repeat.")
+@click.option("--name", default="genlock", show_default=True, help="Name of the release and of its RayCluster.")
+@click.option("--namespace", default="default", show_default=True)
+@click.option("--check/--no-check", default=True, show_default=True, help="Refuse manifests that break a rule.")
+@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+def render(
+    values_files: tuple[str, ...], assignments: tuple[str, ...], name: str, namespace: str, check: bool, output: str
+) -> int:
+    """Prints the chart's manifests for the given values; later ones win. What they break of `genlock manifest check`
+    goes to stderr."""
+    from cluster.manifests import chart
+
+    layers = [chart.read_values(chart.values_path(file)) for file in values_files]
+    values = chart.merged([*layers, *map(chart.assignment, assignments)])
+    documents = chart.render(values, name=name, namespace=namespace).documents
+    if check and (findings := _findings(documents)):
+        for finding in findings:
+            click.echo(f"{finding[1]}: {finding[2]} ({finding[0]})", err=True)
+        click.echo("Nothing was rendered; --no-check renders it as it is.", err=True)
+        return 1
+    click.echo(_text(documents, output), nl=False)
+    return 0
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  genlock manifest check rendered.yaml
+  helm template genlock deploy/helm/genlock -f mine.yaml | genlock manifest check -"""
+)
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def check(file: Path, output: str) -> int:
+    """Checks manifests in FILE (`-`: stdin) against Genlock's rules. Exit code 1 when one is broken."""
+    from cluster.cli import render as terminal
+    from cluster.manifests.chart import parse
+
+    documents = parse(_read(file))
+    if not documents:
+        raise InvalidInput("bad_manifest", f"{file} holds no manifest", field="file")
+    findings = _findings(documents)
+    if output == "json":
+        terminal.print_json([{"rule": rule, "where": where, "message": message} for rule, where, message in findings])
+    elif findings:
+        terminal.stdout().print(terminal.table("", ("rule", "where", "what is wrong"), findings))
+    else:
+        click.echo(f"{len(documents)} manifests, every rule holds", err=True)
+    return 1 if findings else 0
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  genlock manifest values
+  genlock manifest values laptop > mine.yaml"""
+)
+@click.argument("name", required=False)
+def values(name: str | None) -> None:
+    """Lists the shipped values files, or prints the one with NAME."""
+    from cluster.manifests import chart
+
+    if name is None:
+        for known in chart.known_values():
+            click.echo(known)
+        return
+    click.echo(chart.values_path(name).read_text("utf-8"), nl=False)
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  helm upgrade --install genlock "$(genlock manifest chart)" -f mine.yaml"""
+)
+def chart() -> None:
+    """Prints the folder of the Helm chart."""
+    from cluster.manifests.chart import chart_path
+
+    click.echo(str(chart_path()))
+
+
+def _findings(documents: Sequence[Document]) -> list[tuple[str, str, str]]:
+    from cluster.manifests.rules import check
+
+    return [(finding.rule, finding.where, finding.message) for finding in check(documents)]
+
+
+def _text(documents: Sequence[Document], output: str) -> str:
+    if output == "json":
+        import json
+
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)}, indent=2) + "\n"
+    import yaml
+
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return "".join(
+        "---\n" + yaml.dump(document, Dumper=dumper, sort_keys=False, default_flow_style=False, width=120)
+        for document in documents
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        if str(file) == "-":
+            text = sys.stdin.read(MAX_MANIFEST_BYTES + 1)
+        else:
+            with file.open(encoding="utf-8") as stream:
+                text = stream.read(MAX_MANIFEST_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput("bad_manifest", f"{file} cannot be read: {error}", field="file") from error
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise InvalidInput("bad_manifest", f"{file} is longer than {MAX_MANIFEST_BYTES} bytes", field="file")
+    return text

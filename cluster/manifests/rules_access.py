@@ -1,0 +1,154 @@
+"""Rules about secrets, networks, budgets and rights. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from cluster.manifests.rules_settings import SETTINGS_KEY
+from cluster.manifests.view import Document, Pod, env, get, items, name_of, of_kind, pods, selects
+from cluster.settings import Config
+
+_SECRET_NAME = re.compile(r"(SECRET|PASSWORD|TOKEN|_KEY)$")
+# Ports that a port range may span toward workers: more would reach ports of transfer engines.
+MAX_SPAN = 1000
+
+Found = Iterator[tuple[str, str]]
+
+
+def secrets_by_reference(documents: Sequence[Document]) -> Found:
+    """No manifest holds a secret: not a Secret's data, not a variable's value, not a field of the settings file."""
+    for document in of_kind(documents, "Secret"):
+        if document.get("data") or document.get("stringData"):
+            yield name_of(document), "holds secret data: make the Secret outside and name it"
+    for pod in pods(documents):
+        for container in pod.containers:
+            for entry in env(container):
+                if _SECRET_NAME.search(str(entry.get("name"))) and entry.get("value"):
+                    yield pod.where, f"{entry.get('name')} has a plain value: use valueFrom.secretKeyRef"
+    for document in of_kind(documents, "ConfigMap"):
+        for key in _secret_settings(get(document, "data", SETTINGS_KEY, default="")):
+            yield name_of(document), f"{key} stands in the settings file: give it by a variable from a Secret"
+
+
+def _secret_settings(text: object) -> Iterator[str]:
+    try:
+        tree = yaml.safe_load(text) if isinstance(text, str) else None
+    except yaml.YAMLError:
+        return
+    defaults = Config()
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(getattr(defaults, section.name)):
+            if field.metadata["secret"] and get(tree, section.name, field.name):
+                yield f"{section.name}.{field.name}"
+
+
+def services_hit_ports(documents: Sequence[Document]) -> Found:
+    """A Service selects pods of the manifests, and its target ports are declared by them."""
+    for service in of_kind(documents, "Service"):
+        selector = get(service, "spec", "selector", default={})
+        chosen = [pod for pod in pods(documents) if selects({"matchLabels": selector}, pod.labels)]
+        if not selector or not chosen:
+            yield name_of(service), "selects no pod"
+        for pod in chosen:
+            declared = [port for container in pod.containers for port in items(container, "ports")]
+            known = {port.get("name") for port in declared} | {port.get("containerPort") for port in declared}
+            for port in items(service, "spec", "ports"):
+                target = port.get("targetPort", port.get("port"))
+                if target not in known:
+                    yield name_of(service), f"targetPort {target} is not declared by {pod.where}"
+
+
+def budgets_count(documents: Sequence[Document]) -> Found:
+    """Budgets select pods. For those of a RayCluster Kubernetes takes nothing but a number as minAvailable."""
+    for budget in of_kind(documents, "PodDisruptionBudget"):
+        spec = budget.get("spec", {})
+        chosen = [pod for pod in pods(documents) if selects(get(spec, "selector", default={}), pod.labels)]
+        if not chosen:
+            yield name_of(budget), "selects no pod"
+        least = spec.get("minAvailable")
+        if any(pod.kind == "RayCluster" for pod in chosen) and (type(least) is not int or "maxUnavailable" in spec):
+            yield name_of(budget), "for pods of a RayCluster a budget must be a number in minAvailable"
+
+
+def transfer_fenced(documents: Sequence[Document]) -> Found:
+    """Transfer engines know no authentication and take ports of the system's choice: of a worker's ports, none but
+    named ones and short ranges are open to anyone but workers."""
+    workers = [pod for pod in pods(documents) if pod.is_worker]
+    policies = list(of_kind(documents, "NetworkPolicy"))
+    for worker in workers:
+        own = [policy for policy in policies if selects(get(policy, "spec", "podSelector", default={}), worker.labels)]
+        if not any("Ingress" in get(policy, "spec", "policyTypes", default=("Ingress",)) for policy in own):
+            yield worker.where, "no NetworkPolicy selects these pods: anyone may reach their transfer ports"
+        for policy in own:
+            for rule in items(policy, "spec", "ingress"):
+                if not _workers_alone(rule, documents) and not _narrow(rule):
+                    yield name_of(policy), f"opens a wide range of ports of {worker.where} to others than workers"
+
+
+def _workers_alone(rule: Document, documents: Sequence[Document]) -> bool:
+    """Whether all that the rule lets in are worker pods."""
+    peers = list(items(rule, "from"))
+    if not peers:
+        return False
+    others = [pod for pod in pods(documents) if not pod.is_worker]
+    return all(
+        set(peer) == {"podSelector"}
+        and get(peer, "podSelector", default={})
+        and not any(selects(peer["podSelector"], pod.labels) for pod in others)
+        for peer in peers
+    )
+
+
+def _narrow(rule: Document) -> bool:
+    ports = list(items(rule, "ports"))
+    spans: list[Any] = [(port.get("port"), port.get("endPort", port.get("port"))) for port in ports]
+    return bool(ports) and all(
+        isinstance(first, str) or (isinstance(first, int) and isinstance(last, int) and last - first < MAX_SPAN)
+        for first, last in spans
+    )
+
+
+def one_controller(documents: Sequence[Document]) -> Found:
+    """Two controllers would decide against each other, also for the length of a rolling update."""
+    found = [d for d in of_kind(documents, "Deployment") if _component(d) == "controller"]
+    for document in found:
+        spec = document.get("spec", {})
+        if spec.get("replicas") != 1 or get(spec, "strategy", "type") != "Recreate":
+            yield name_of(document), "must have replicas: 1 and strategy Recreate"
+    if not found and any(pod.is_worker for pod in pods(documents)):
+        yield "Deployment", "there is no controller"
+
+
+def least_rights(documents: Sequence[Document]) -> Found:
+    """Rights are to read and patch one RayCluster by name; pods without rights have no token."""
+    clusters = {get(document, "metadata", "name") for document in of_kind(documents, "RayCluster")}
+    for document in of_kind(documents, "ClusterRole", "ClusterRoleBinding"):
+        yield name_of(document), "rights must end at the namespace: use Role and RoleBinding"
+    for document in of_kind(documents, "Role"):
+        for rule in items(document, "rules"):
+            good = (
+                rule.get("apiGroups") == ["ray.io"]
+                and rule.get("resources") == ["rayclusters"]
+                and set(rule.get("verbs", ())) <= {"get", "patch"}
+                and bool(rule.get("resourceNames"))
+                and set(rule["resourceNames"]) <= clusters
+            )
+            if not good:
+                yield name_of(document), "allows more than get and patch of the named RayCluster"
+    for pod in pods(documents):
+        if _wants_token(pod):
+            yield pod.where, "automountServiceAccountToken must be false: these pods call no Kubernetes API"
+
+
+def _wants_token(pod: Pod) -> bool:
+    needs = pod.group == "head" or pod.labels.get("app.kubernetes.io/component") == "controller"
+    return not needs and pod.spec.get("automountServiceAccountToken") is not False
+
+
+def _component(document: Document) -> str:
+    return str(get(document, "metadata", "labels", "app.kubernetes.io/component", default=""))

@@ -1,0 +1,91 @@
+"""Rules about the settings that manifests carry. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cluster.config import ENV_PREFIX, load
+from cluster.manifests.view import Document, env, get, name_of, of_kind, plain_env, pods
+from cluster.settings import Config
+from kvstore.errors import InvalidInput
+
+SETTINGS_KEY = "genlock.yaml"
+# Between the end of a drain and the end of the grace: processes and engines are closed.
+STOP_MARGIN_MS = 15_000
+_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+# Stands for a secret while settings are loaded: hexadecimal, as the strictest of them must be.
+_STAND_IN = "0" * 64
+
+Found = Iterator[tuple[str, str]]
+
+
+def settings_load(documents: Sequence[Document]) -> Found:
+    """The settings file loads, and so do the variables of every container on top of it."""
+    texts = list(_files(documents))
+    if not texts:
+        yield "ConfigMap", f"no ConfigMap has the key {SETTINGS_KEY}"
+    for where, text in texts:
+        try:
+            load(file_text=text, file_name=SETTINGS_KEY)
+        except InvalidInput as error:
+            yield where, error.message
+            return
+    for pod in pods(documents):
+        variables = {
+            str(entry.get("name")): str(entry.get("value", _STAND_IN))
+            for container in pod.containers
+            for entry in env(container)
+            if str(entry.get("name")).startswith(ENV_PREFIX)
+        }
+        try:
+            load(environ=variables)
+        except InvalidInput as error:
+            yield pod.where, error.message
+
+
+def engine_reaches(documents: Sequence[Document]) -> Found:
+    for where, config in _configs(documents):
+        if config.transfer.engine == "shm" and any(pod.is_worker for pod in pods(documents)):
+            yield where, "transfer.engine is shm, which reaches no other pod: take nixl or mooncake"
+
+
+def listens_outside(documents: Sequence[Document]) -> Found:
+    for where, config in _configs(documents):
+        hosts = {"api.host": config.api.host, "api.http_host": config.api.http_host}
+        if config.metrics.port >= 0 or config.metrics.worker_port >= 0:
+            hosts["metrics.host"] = config.metrics.host
+        for key, host in hosts.items():
+            if host.startswith(_LOOPBACK):
+                yield where, f"{key} is {host}, which no other pod and no probe reaches: take 0.0.0.0"
+
+
+def grace_above_drain(documents: Sequence[Document]) -> Found:
+    """Kubernetes kills a pod at the end of its grace, whatever still runs."""
+    for _where, config in _configs(documents):
+        for pod in pods(documents):
+            if not pod.is_worker and pod.labels.get("app.kubernetes.io/component") != "gateway":
+                continue
+            drain_ms = int(plain_env(pod).get("GENLOCK_WORKERS_DRAIN_TIMEOUT_MS", str(config.workers.drain_timeout_ms)))
+            grace = pod.spec.get("terminationGracePeriodSeconds", 30)
+            if not isinstance(grace, int) or grace * 1000 < drain_ms + STOP_MARGIN_MS:
+                yield (
+                    pod.where,
+                    f"terminationGracePeriodSeconds is {grace}: it must be at least workers.drain_timeout_ms "
+                    f"({drain_ms} ms) and {STOP_MARGIN_MS // 1000} s for the end",
+                )
+
+
+def _files(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
+    for document in of_kind(documents, "ConfigMap"):
+        text = get(document, "data", SETTINGS_KEY)
+        if isinstance(text, str):
+            yield name_of(document), text
+
+
+def _configs(documents: Sequence[Document]) -> Iterator[tuple[str, Config]]:
+    """Settings that load; what does not is the finding of `settings_load`."""
+    for where, text in _files(documents):
+        try:
+            yield where, load(file_text=text, file_name=SETTINGS_KEY).config
+        except InvalidInput:
+            continue
