@@ -42,6 +42,16 @@ def _not_blank(value: str) -> str:
     return "" if value.strip() else "must not be empty"
 
 
+def _resources(value: str) -> str:
+    one = r"[A-Za-z][\w./-]{0,62}=\d{1,6}(\.\d{1,4})?"
+    return "" if not value or re.fullmatch(f"{one}(,{one})*", value) else "must read name=amount,name=amount"
+
+
+def _labels(value: str) -> str:
+    one = r"[\w./-]{1,128}=[\w.-]{1,63}"
+    return "" if not value or re.fullmatch(f"{one}(,{one})*", value) else "must read key=value,key=value"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = _setting("smollm2", "Model to serve: a known name.", check=_not_blank)
@@ -83,6 +93,13 @@ class WorkersConfig:
     decode: int = _setting(1, "Decode workers.", low=1, high=256)
     host: str = _setting("127.0.0.1", "Address that workers listen on.", check=_not_blank)
     cpus: float = _setting(0.5, "CPUs that Ray reserves for one worker.", low=0.01, high=256.0)
+    gpus: float = _setting(0.0, "GPUs that Ray reserves for one worker.", low=0.0, high=64.0)
+    resources: str = _setting(
+        "", "Further Ray resources of one worker, name=amount,name=amount; empty: none.", check=_resources
+    )
+    labels: str = _setting(
+        "", "Labels that a worker's Ray node must have, key=value,key=value; empty: any node.", check=_labels
+    )
     threads: int = _setting(1, "Compute threads of one worker.", low=1, high=256)
     chunk_tokens: int = _setting(256, "Most prompt tokens of one prefill step.", low=1, high=65_536)
     max_running: int = _setting(8, "Most requests in one step of a worker.", low=1, high=4096)
@@ -199,6 +216,37 @@ class RegistryConfig:
     )
     poll_ms: int = _setting(1_000, "Time between two looks at the registry.", low=10, high=60_000)
     event_limit: int = _setting(10_000, "Most events kept; the oldest go first.", low=1, high=1_000_000)
+    node: str = _setting("", "Name of the node in a worker's record; empty: the host's name.")
+    pod: str = _setting("", "Name of the pod in a worker's record; empty: none.")
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    restart: bool = _setting(True, "Start a worker again that died.")
+    surge: int = _setting(1, "Workers of a role above the wanted count while others drain.", low=0, high=256)
+    reconcile_ms: int = _setting(
+        200, "Time between two looks at what is wanted and what there is.", low=10, high=60_000
+    )
+    drain_open_ms: int = _setting(
+        1_500, "How long a draining worker takes requests that were on their way.", low=0, high=600_000
+    )
+    backoff_ms: int = _setting(500, "Wait before the start after a bad end; doubles with each.", low=1, high=600_000)
+    backoff_cap_ms: int = _setting(60_000, "Longest such wait.", low=1, high=3_600_000)
+    healthy_ms: int = _setting(60_000, "Ready for so long: earlier bad ends are forgotten.", low=1, high=86_400_000)
+    kill_ms: int = _setting(
+        120_000, "Not ready for so long without one good answer: the worker is killed.", low=100, high=86_400_000
+    )
+    stop_timeout_ms: int = _setting(15_000, "Longest wait for an asked end of a worker.", low=100, high=600_000)
+    autoscale_ms: int = _setting(5_000, "Time between two decisions of the autoscaler.", low=100, high=3_600_000)
+    host: str = _setting("127.0.0.1", "Address that the controller listens on.", check=_not_blank)
+    port: int = _setting(0, "Port of the controller; 0: any free one.", low=0, high=65_535)
+    ray_address: str = _setting(
+        "local",
+        "Ray cluster: host:port of its head, auto for the one of this machine, local for one of our own.",
+        check=_not_blank,
+    )
+    ray_namespace: str = _setting("genlock", "Ray namespace of the cluster's actors.", check=_namespace)
+    place_timeout_ms: int = _setting(10_000, "Longest wait for a worker's place on Ray.", low=100, high=3_600_000)
 
 
 @dataclass(frozen=True)
@@ -215,3 +263,4 @@ class Config:
     tracing: TracingConfig = field(default_factory=TracingConfig)
     log: LogConfig = field(default_factory=LogConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)

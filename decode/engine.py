@@ -21,8 +21,11 @@ from kvstore.step import StepPlan
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket, finish_reason
+from wire.admission import Admission
 from wire.errors import surprise
 from wire.step_loop import StepLoop
+from wire.tally import StepTally
+from wire.tracing import Trail, current_request, no_trail
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Live:
     endpoint: str
     worker: str
     sink: Sink
+    trail: Trail
     facts: RequestFacts = field(default_factory=RequestFacts)
     handoff: concurrent.futures.Future[None] | None = None  # of the present attempt
 
@@ -92,7 +96,7 @@ class DecodeEngine:
     ) -> None:
         self.core = core
         self.guard = guard
-        self.draining = False
+        self.admission = Admission("decode", clock)
         self._runner = runner
         self._receiver = receiver
         self._handoffs = handoffs
@@ -104,6 +108,7 @@ class DecodeEngine:
         self._steps = 0
         self._tokens = 0
         self._outcomes: Counter[str] = Counter()
+        self.tally = StepTally()
         self.loop = StepLoop("decode-steps", self._turn, clock)
 
     def start(self, aio: asyncio.AbstractEventLoop) -> None:
@@ -111,14 +116,17 @@ class DecodeEngine:
         self._aio = aio
         self.loop.start()
 
-    async def submit(self, ticket: Ticket, endpoint: str, worker: str, deadline_ms: int, sink: Sink) -> int:
+    async def submit(
+        self, ticket: Ticket, endpoint: str, worker: str, deadline_ms: int, sink: Sink, trail: Trail | None = None
+    ) -> int:
         """Queues a request; `sink` is called from the step thread. Raises what `DecodeCore.submit` raises."""
-        if self.draining:
-            raise Unavailable("draining", "this decode worker is draining")
+        trail = trail or no_trail()
+        self.admission.require()
 
         def work() -> int:
             request_no = self.core.submit(ticket, self._clock(), deadline_ms)
-            self._live[request_no] = _Live(ticket, endpoint, worker, sink)
+            self._live[request_no] = _Live(ticket, endpoint, worker, sink, trail)
+            trail.enter("queue")
             return request_no
 
         return await self.loop.call(work, self._cancel)
@@ -134,6 +142,25 @@ class DecodeEngine:
     async def check_peer(self, endpoint: str, worker: str) -> PeerVerdict:
         """Whether pages of this prefill worker arrive as they were sealed; asks and proves where that is not known."""
         return await self._handoffs.check_peer(endpoint, worker)
+
+    async def end_all(self, error: GenlockError) -> None:
+        """Ends every request with a typed error: this worker stops. Raises Unavailable when stopped."""
+
+        def work() -> None:
+            for request_no in list(self._live):
+                self._deliver(self.core.fail(request_no, error))
+
+        await self.loop.call(work)
+
+    def owed(self) -> dict[str, int]:
+        """Requests that still need a handoff, by prefill worker; also preempted ones, which need another. A snapshot
+        from any thread."""
+        owed: Counter[str] = Counter()
+        for request_no, live in list(self._live.items()):
+            request = self.core.request(request_no)
+            if request is not None and not request.joined:
+                owed[live.worker] += 1
+        return dict(owed)
 
     def facts(self) -> DecodeFacts:
         core = self.core
@@ -162,6 +189,7 @@ class DecodeEngine:
             return bool(outcomes)
         published = self._runner.run(plan, {row.request_no: self._sample_row(row.request_no) for row in plan.rows})
         self._steps += 1
+        self.tally.add(len(plan.rows), plan.tokens)
         self._count(plan)
         self._deliver(self.core.apply(plan, published, self._clock()))
         return True
@@ -189,6 +217,7 @@ class DecodeEngine:
                 live.sink(outcome.token)
             elif isinstance(outcome, Preempted):
                 self._outcomes["preempted"] += 1
+                live.trail.enter("queue")
             else:
                 self._finish(outcome, live)
 
@@ -198,14 +227,17 @@ class DecodeEngine:
             live.handoff.cancel()  # also one whose coroutine has not begun; no effect on one that is over
         if isinstance(outcome, Finished):
             self._outcomes["ok"] += 1
+            live.trail.end(tokens=outcome.completion_tokens)
             live.sink(Ended(outcome, live.facts))
         else:
             self._outcomes[outcome.error.reason] += 1
+            live.trail.end(outcome.error.reason)
             live.sink(outcome.error)
 
     def _start_handoff(self, start: StartHandoff) -> None:
         live = self._live[start.request_no]
         live.facts.queue_ms += start.queue_ms
+        live.trail.enter("handoff", peer=live.worker)
         assert self._aio is not None, "started"
         live.handoff = asyncio.run_coroutine_threadsafe(self._handoff(start, live), self._aio)
 
@@ -213,6 +245,7 @@ class DecodeEngine:
 
     async def _handoff(self, start: StartHandoff, live: _Live) -> None:
         ticket = start.ticket
+        current_request.set(live.trail.request_id)
 
         def ends_answer(token: SampledToken) -> bool:
             return finish_reason(token.token_id, ticket.generated_tokens + 1, ticket.sampling, self._eos) is not None
@@ -226,7 +259,7 @@ class DecodeEngine:
 
         error: GenlockError
         try:
-            await self._handoffs.run(start, live.endpoint, live.worker, ends_answer, deliver)
+            await self._handoffs.run(start, live.endpoint, live.worker, ends_answer, deliver, live.trail)
             return
         except asyncio.CancelledError:
             # Mostly the end of the request, which is known then; else the call was closed under us.
@@ -241,6 +274,7 @@ class DecodeEngine:
         if live is None:
             return
         live.handoff = None  # its release goes on by itself; the request's end must not cut it short
+        live.trail.enter("decode", pages=result.pages, cached_tokens=result.cached_tokens)
         facts = live.facts
         facts.queue_ms += result.prefill_queue_ms
         facts.prefill_ms += result.prefill_ms

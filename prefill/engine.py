@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.errors import NotFound, Unavailable
+from kvstore.errors import GenlockError, NotFound
 from kvstore.guard import Guard
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket
-from prefill.core import Event, HandoffFailed, PrefillCore, PrefillSequence
+from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, PrefillSequence
+from wire.admission import Admission
 from wire.step_loop import StepLoop
+from wire.tally import StepTally
 
 Sink = Callable[[Event[SampledToken]], None]
 
@@ -39,6 +41,8 @@ class PrefillFacts:
     steps: int
     tokens: int
     outcomes: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0  # of completed handoffs
+    cached_tokens: int = 0  # of these, the ones that the prefix cache had
 
 
 class PrefillEngine:
@@ -53,7 +57,7 @@ class PrefillEngine:
     ) -> None:
         self.core = core
         self.guard = guard
-        self.draining = False
+        self.admission = Admission("prefill", clock)
         self._runner = runner
         self._eos = eos_token_ids
         self._clock = clock
@@ -62,12 +66,14 @@ class PrefillEngine:
         self._steps = 0
         self._tokens = 0
         self._outcomes: Counter[str] = Counter()
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self.tally = StepTally()
         self.loop = StepLoop("prefill-steps", self._turn, clock)
 
     async def submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
         """Queues a prompt; events reach `sink` from the step thread. Raises what `PrefillCore.submit` raises."""
-        if self.draining:
-            raise Unavailable("draining", "this prefill worker is draining")
+        self.admission.require()
         now_ms = self._clock()  # the wait for the chunk under way is queueing too
         return await self.loop.call(
             lambda: self._submit(ticket, sink, now_ms), lambda seq: self._cancel(seq.request_no)
@@ -90,11 +96,21 @@ class PrefillEngine:
 
         await self.loop.call(work)
 
+    async def end_all(self, error: GenlockError) -> None:
+        """Ends everything that still runs with a typed error: this worker stops. Raises Unavailable when stopped."""
+
+        def work() -> None:
+            for request_no in list(self._sinks):
+                self.core.cancel(request_no)
+                self._send(HandoffFailed(request_no, error))
+
+        await self.loop.call(work)
+
     def facts(self) -> PrefillFacts:
         core = self.core
         return PrefillFacts(
             core.waiting, core.running, len(core.leases), core.cached_pages, self._steps, self._tokens,
-            dict(self._outcomes),
+            dict(self._outcomes), self._prompt_tokens, self._cached_tokens,
         )  # fmt: skip
 
     # --- on the step thread -------------------------------------------------------------------------------------
@@ -132,6 +148,7 @@ class PrefillEngine:
         published = self._runner.run(plan, sampling)
         self._steps += 1
         self._tokens += plan.tokens
+        self.tally.add(len(plan.rows), plan.tokens)
         for event in self.core.apply(plan, published, self._clock()):
             self._send(event)
         return True
@@ -146,6 +163,9 @@ class PrefillEngine:
         if isinstance(event, HandoffFailed):
             self._outcomes[event.error.reason] += 1
         seq = self.core.sequence(event.request_no)
+        if seq is not None and isinstance(event, HandoffCompleted):
+            self._prompt_tokens += len(seq.ticket.token_ids)
+            self._cached_tokens += seq.cached_tokens
         events = [event]
         if self._hooks.on_event is not None and seq is not None:
             events = self._hooks.on_event(seq, event)

@@ -29,29 +29,31 @@ def pool_status(guard: Guard, cached_pages: int = 0) -> worker_pb2.PoolStatus:
 
 
 class WorkerStatusService(worker_pb2_grpc.WorkerServiceServicer):
-    """`facts` makes the answer; `set_draining` stops admission; `idle` says whether anything is still running."""
+    """`facts` makes the answer; `drain(open_ms)` stops admission after a while; `idle` says
+    whether anything is running or may still come."""
 
     def __init__(
         self,
         facts: Callable[[], worker_pb2.WorkerStatus],
-        set_draining: Callable[[], None],
+        drain: Callable[[int], None],
         idle: Callable[[], bool],
     ) -> None:
         self._facts = facts
-        self._set_draining = set_draining
+        self._drain = drain
         self._idle = idle
 
     async def Status(self, request: worker_pb2.WorkerStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return self._facts()
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
-        self._set_draining()
         remaining = context.time_remaining()
-        return worker_pb2.DrainResponse(drained=await self.drained(DRAIN_MAX_S if remaining is None else remaining))
+        open_ms = min(max(0, request.open_ms), int(DRAIN_MAX_S * 1000))
+        limit_s = DRAIN_MAX_S if remaining is None else remaining
+        return worker_pb2.DrainResponse(drained=await self.drained(limit_s, open_ms))
 
-    async def drained(self, limit_s: float) -> bool:
-        """Stops admission and waits until idle, at most `limit_s`."""
-        self._set_draining()
+    async def drained(self, limit_s: float, open_ms: int = 0) -> bool:
+        """Stops admission, `open_ms` later for requests on their way, and waits until idle, at most `limit_s`."""
+        self._drain(open_ms)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
         while not self._idle():

@@ -14,6 +14,9 @@ import grpc.aio
 import torch
 
 from cluster.launch.spec import WorkerSpec
+from cluster.launch.telemetry import WorkerTelemetry, read_worker
+from cluster.launch.telling import heartbeat_of
+from cluster.registry.heartbeat import Heartbeat
 from cluster.roles import Role
 from decode.core import DecodeCore, DecodeLimits
 from decode.engine import DecodeEngine, DecodeHooks
@@ -41,12 +44,15 @@ from model.sampler import SampledToken
 from prefill.core import PrefillCore, PrefillLimits
 from prefill.engine import PrefillEngine, PrefillHooks
 from prefill.service import PrefillService
+from wire.metrics import WorkerReading
 from wire.options import server_options
+from wire.tracing import Tracer
 from wire.worker_status import WorkerStatusService, pool_status
 
 PULL_THREADS = 2  # at least
 PROVE_THREADS = LANDING_SLOTS  # no more exchanges run at a time
 LOOP_STOP_MS = 10_000
+CUT_S = 1.0  # a step loop that stands still tells nobody
 
 
 def monotonic_ms() -> int:
@@ -65,6 +71,7 @@ class WorkerTuning:
     decode: DecodeHooks = field(default_factory=DecodeHooks)
     pull: PullHooks = field(default_factory=PullHooks)
     step: StepHooks = field(default_factory=StepHooks)
+    tracer: Tracer | None = None  # in place of the configured one
 
 
 NO_TUNING = WorkerTuning()
@@ -87,6 +94,9 @@ class BuiltWorker:
         self._status: WorkerStatusService | None = None
         self._stopped = False
         self._started = False
+        self.telemetry = WorkerTelemetry(spec, self.reading, tuning.tracer)
+        # There with a registry that other processes see, once started.
+        self.heartbeat: Heartbeat | None = None
 
     @property
     def worker_id(self) -> str:
@@ -98,6 +108,7 @@ class BuiltWorker:
 
     async def start(self) -> str:
         """Loads the model, warms the kernels, listens. Raises InvalidInput or Unavailable; `stop` cleans up then."""
+        heartbeat = heartbeat_of(self.spec, self.facts, lambda: self.endpoint)
         loop = asyncio.get_running_loop()
         model, runner = await loop.run_in_executor(None, self._build)
         servicer: PrefillService | DecodeService
@@ -122,8 +133,12 @@ class BuiltWorker:
         else:
             self.engine.loop.start()
         self._started = True
+        self.telemetry.start()
         await server.start()
         self.endpoint = f"{self.spec.host}:{port}"
+        self.heartbeat = heartbeat
+        if heartbeat is not None:
+            heartbeat.start()
         return self.endpoint
 
     async def stop(self, grace_ms: int) -> None:
@@ -131,13 +146,16 @@ class BuiltWorker:
         if self._stopped:
             return
         self._stopped = True
-        if self._status is not None and self._started:
-            await self._status.drained(grace_ms / 1000)
+        if self._status is not None and self._started and not await self._status.drained(grace_ms / 1000):
+            await self._cut()
+        if self.heartbeat is not None:
+            await self.heartbeat.stop()
         if self._server is not None:
             await self._server.stop(0.2)
         loop = asyncio.get_running_loop()
         if self._started:
             await loop.run_in_executor(None, self.engine.loop.stop, LOOP_STOP_MS)
+        await loop.run_in_executor(None, self.telemetry.stop)
         if self._handoffs is not None:
             await self._handoffs.close()
         for executor in (self._executor, self._prover):
@@ -157,7 +175,7 @@ class BuiltWorker:
             role=self.role.value,
             incarnation=guard.incarnation,
             layout_fingerprint=f"{guard.layout.fingerprint:016x}",
-            draining=engine.draining,
+            draining=engine.admission.draining,
             pool=pool_status(guard, engine.core.cached_pages if isinstance(engine, PrefillEngine) else 0),
             running_requests=facts.running,
             waiting_requests=facts.waiting,
@@ -169,9 +187,15 @@ class BuiltWorker:
             tokens=facts.tokens,
             pid=os.getpid(),
             transfer_engine=self.transfer.name,
+            metrics_endpoint=self.telemetry.endpoint,
             peers=[proof_to_proto(verdict) for verdict in peers.verdicts] if peers is not None else [],
             proves_peers=peers is not None and peers.proves,
+            owed_handoffs=engine.owed() if isinstance(engine, DecodeEngine) else {},
         )
+
+    def reading(self) -> WorkerReading:
+        """For a scrape, from any thread."""
+        return read_worker(self.spec, self.engine, self.transfer, self.facts(), self.tuning.clock())
 
     # --- parts --------------------------------------------------------------------------------------------------
 
@@ -218,7 +242,7 @@ class BuiltWorker:
         self.engine = PrefillEngine(
             core, runner, self.guard, info.eos_token_ids, self.tuning.clock, self.tuning.prefill
         )
-        return PrefillService(self.engine, info)
+        return PrefillService(self.engine, info, self.telemetry.tracer, self.worker_id)
 
     def _build_decode(self, model: LanguageModel, runner: StepRunner) -> DecodeService:
         workers, info = self.spec.config.workers, model.info
@@ -232,14 +256,14 @@ class BuiltWorker:
         timeout_ms = self.spec.config.transfer.timeout_ms
         prover = PeerProver(self.guard, receiver, self._keyer, timeout_ms)
         self._handoffs = Handoffs(
-            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), prover), self._executor,
+            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), None), self._executor,
             self.tuning.clock, timeout_ms, self.tuning.pull, self._prover,
         )  # fmt: skip
         self.engine = DecodeEngine(
             core, runner, self.guard, receiver, self._handoffs, info.eos_token_ids, self.tuning.clock,
             self.tuning.decode,
         )  # fmt: skip
-        return DecodeService(self.engine, info, self.tuning.clock)
+        return DecodeService(self.engine, info, self.tuning.clock, self.telemetry.tracer, self.worker_id)
 
     def _secret(self) -> bytes:
         text = self.spec.config.cluster.secret
@@ -247,11 +271,20 @@ class BuiltWorker:
             raise InvalidInput("no_secret", "the launcher must draw a cluster secret first", field="cluster.secret")
         return bytes.fromhex(text)
 
-    def _drain(self) -> None:
-        self.engine.draining = True
+    def _drain(self, open_ms: int) -> None:
+        self.engine.admission.drain(open_ms)
+
+    async def _cut(self) -> None:
+        """What still runs ends with a typed error, as long as there is somebody to tell."""
+        error = Unavailable("drain_cut", f"{self.worker_id} stopped before the request was complete")
+        with contextlib.suppress(TimeoutError, Unavailable):
+            async with asyncio.timeout(CUT_S):
+                await self.engine.end_all(error)
 
     def _idle(self) -> bool:
         with contextlib.suppress(AttributeError):
+            if not self.engine.admission.closed:
+                return False
             facts = self.engine.facts()
             leases = len(self.engine.core.leases) if isinstance(self.engine, PrefillEngine) else 0
             return facts.waiting + facts.running + leases == 0

@@ -743,6 +743,26 @@ class WorkerStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OwedHandoffsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -761,6 +781,8 @@ class WorkerStatus(_message.Message):
     TRANSFER_ENGINE_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     PROVES_PEERS_FIELD_NUMBER: _builtins.int
+    METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    OWED_HANDOFFS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -779,6 +801,8 @@ class WorkerStatus(_message.Message):
     transfer_engine: _builtins.str
     proves_peers: _builtins.bool
     """This worker pulls only from peers that have passed; false for one that pulls from nobody."""
+    metrics_endpoint: _builtins.str
+    """Where Prometheus finds this worker, host:port; empty where metrics are off."""
     @_builtins.property
     def pool(self) -> Global___PoolStatus: ...
     @_builtins.property
@@ -792,6 +816,10 @@ class WorkerStatus(_message.Message):
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerProof]:
         """Peers that this worker has tried to prove an exchange with (decode)."""
+
+    @_builtins.property
+    def owed_handoffs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Requests of this decode worker that still need a handoff, by the prefill worker it is to come from."""
 
     def __init__(
         self,
@@ -814,10 +842,12 @@ class WorkerStatus(_message.Message):
         transfer_engine: _builtins.str = ...,
         peers: _abc.Iterable[Global___PeerProof] | None = ...,
         proves_peers: _builtins.bool = ...,
+        metrics_endpoint: _builtins.str = ...,
+        owed_handoffs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "outcomes", b"outcomes", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "metrics_endpoint", b"metrics_endpoint", "outcomes", b"outcomes", "owed_handoffs", b"owed_handoffs", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -873,12 +903,17 @@ Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OPEN_MS_FIELD_NUMBER: _builtins.int
+    open_ms: _builtins.int
+    """Requests that were on their way are still taken for so long."""
     def __init__(
         self,
+        *,
+        open_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_ms", b"open_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
