@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
@@ -58,13 +58,20 @@ def command(
 
 def cluster_flags(prefill: int | None, decode: int | None, model: str | None, engine: str | None) -> dict[str, object]:
     """The short options of a cluster as settings."""
-    known = model is None or model in ("smollm2", "probe")
     return {
+        **model_flags(model),
         "workers.prefill": prefill,
         "workers.decode": decode,
+        "transfer.engine": engine,
+    }
+
+
+def model_flags(model: str | None) -> dict[str, object]:
+    """A model's name or place as settings."""
+    known = model is None or model in ("smollm2", "probe")
+    return {
         "model.name": model if known or model is None else Path(model).stem,
         "model.path": None if known else model,
-        "transfer.engine": engine,
     }
 
 
@@ -82,12 +89,22 @@ def make_cluster(config: Config, report: Callable[[str], None], *, in_process: b
 
         make_door = HttpDoor
     launcher: Launcher = InProcessLauncher(build_worker) if in_process else RayLauncher(build_worker)
-    seams = Seams(authenticator=_authenticator(config))
+    seams = Seams(authenticator=authenticator_of(config))
     return Cluster(config, launcher, load_served, seams=seams, report=report, make_door=make_door)
 
 
-async def serve(make: Callable[[Callable[[str], None]], Cluster]) -> int:
-    """Runs the cluster that `make(report)` gives until a signal. Returns the exit code."""
+class Served(Protocol):
+    """What runs in the foreground: a cluster, or a gateway alone."""
+
+    url: str
+
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_ms: int | None = None) -> None: ...
+
+
+async def serve(make: Callable[[Callable[[str], None]], Served]) -> int:
+    """Runs the cluster or gateway that `make(report)` gives until a signal. Returns the exit code."""
     from cluster.cli import render
 
     console = render.stderr()
@@ -162,7 +179,8 @@ class _Signals:
         self._event.set()
 
 
-def _authenticator(config: Config) -> Authenticator | None:
+def authenticator_of(config: Config) -> Authenticator | None:
+    """Whoever the tenants file names; None where there is none. Raises InvalidInput."""
     from cluster.gateway.identity import authenticator_from
     from kvstore.errors import InvalidInput
 

@@ -26,19 +26,21 @@ class OperatorService(services.OperatorServiceServicer):
             uptime_ms=int(state.sources.now_ms() - state.started_ms),
             running_requests=len(state.running),
             outcomes=dict(state.outcomes),
+            registry=state.registry_health(),
         )
         ordered = sorted(state.fleet.workers.values(), key=lambda record: (record.role, record.worker_id))
-        response.workers.extend(_entry(record) for record in ordered)
+        cordoned = state.fleet.cordoned
+        response.workers.extend(_entry(record, record.worker_id in cordoned) for record in ordered)
         return response
 
 
-def _entry(record: WorkerRecord) -> pb.WorkerEntry:
+def _entry(record: WorkerRecord, cordoned: bool) -> pb.WorkerEntry:
     entry = pb.WorkerEntry(
         worker_id=record.worker_id,
         role=record.role.value,
         endpoint=record.endpoint,
         state=record.state.value,
-        detail=record.detail,
+        detail="; ".join(filter(None, ("cordoned: not chosen for new requests" if cordoned else "", record.detail))),
     )
     if record.status is not None:
         entry.status.CopyFrom(record.status)
