@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -27,6 +27,7 @@ from wire.calls import answer
 from wire.convert import descriptor_from_proto, export_from_proto, ticket_to_proto, token_from_proto
 from wire.errors import from_rpc
 from wire.options import open_channel
+from wire.tracing import NO_SPAN, OK, Span, Trail, no_trail
 
 RELEASE_TIMEOUT_S = 2.0
 POOL_TIMEOUT_S = 5.0  # a prefill worker tells of its pool at once
@@ -76,10 +77,11 @@ class Handoffs:
         worker: str,
         ends_answer: Callable[[SampledToken], bool],
         deliver: Callable[[HandoffResult], None],
+        trail: Trail | None = None,
     ) -> None:
         """One attempt. `deliver` gets a verified handoff at once; the lease is released after that, since prefill may
         be in the middle of a chunk. Raises the typed error that ends the request, never after `deliver`."""
-        await _Attempt(self, start, endpoint, worker, ends_answer).run(deliver)
+        await _Attempt(self, start, endpoint, worker, ends_answer, trail or no_trail()).run(deliver)
 
     async def check_peer(self, endpoint: str, worker: str) -> PeerVerdict:
         """Asks a prefill worker for its pool and proves it, unless that is done for the pool's present life. Never
@@ -121,8 +123,10 @@ class _Attempt:
         endpoint: str,
         worker: str,
         ends_answer: Callable[[SampledToken], bool],
+        trail: Trail,
     ) -> None:
         self._shared = shared
+        self._trail = trail
         self._start = start
         self._endpoint = endpoint
         self._worker = worker
@@ -138,7 +142,7 @@ class _Attempt:
 
     async def run(self, deliver: Callable[[HandoffResult], None]) -> None:
         stub = await self._shared.stub(self._endpoint)
-        call = stub.Prefill()  # type: ignore[call-arg] # grpc.aio: written to as it goes
+        call = stub.Prefill(metadata=self._trail.metadata())  # type: ignore[call-arg] # grpc.aio: written to as it goes
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._write(call, worker_pb2.PrefillCommand(ticket=ticket_to_proto(self._start.ticket)))
@@ -227,13 +231,23 @@ class _Attempt:
     async def _pull(self) -> None:
         """Pulls whatever has been promised, one batch at a time, until the handoff is ready."""
         loop = asyncio.get_running_loop()
-        while not self._rules.ready:
-            await self._arrived.wait()
-            self._arrived.clear()
-            batch, self._orders = tuple(self._orders), []
-            if batch:
-                await loop.run_in_executor(self._shared.executor, self._pull_batch, batch)
-                self._rules.verified(batch)
+        span, cause = cast(Span, NO_SPAN), "cancelled"
+        try:
+            while not self._rules.ready:
+                await self._arrived.wait()
+                self._arrived.clear()
+                batch, self._orders = tuple(self._orders), []
+                if batch:
+                    if span is NO_SPAN:  # from the first pull on
+                        span = self._trail.child("transfer", peer=self._worker)
+                    await loop.run_in_executor(self._shared.executor, self._pull_batch, batch)
+                    self._rules.verified(batch)
+            cause = OK
+        except GenlockError as error:
+            cause = error.reason
+            raise
+        finally:
+            span.end(cause)
 
     def _pull_batch(self, batch: tuple[PageOrder, ...]) -> None:
         shared = self._shared

@@ -15,6 +15,7 @@ from model.base import ModelInfo
 from model.sampler import SampledToken
 from wire.convert import finish_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
+from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 
@@ -32,22 +33,35 @@ def proof_to_proto(verdict: PeerVerdict) -> worker_pb2.PeerProof:
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     """Serves requests of one engine. `context` is grpc.aio's servicer context."""
 
-    def __init__(self, engine: DecodeEngine, info: ModelInfo, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        info: ModelInfo,
+        clock: Callable[[], int],
+        tracer: Tracer = NO_TRACER,
+        worker: str = "",
+    ) -> None:
         self._engine = engine
         self._info = info
         self._clock = clock
+        self._tracer = tracer
+        self._worker = worker
 
     async def Decode(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> None:
+        trail = incoming(self._tracer, "decode", context.invocation_metadata() or (), self._worker)
         try:
-            await self._decode(request, context)
+            await self._decode(request, context, trail)
         except GenlockError as error:
+            trail.end(error.reason)
             await abort_with(context, error)
         except asyncio.CancelledError:
             raise
         except Exception as unexpected:
-            await abort_with(context, surprise(unexpected, "decode"))
+            internal = surprise(unexpected, "decode")
+            trail.end(internal.reason)
+            await abort_with(context, internal)
 
     async def CheckPeer(self, request: worker_pb2.CheckPeerRequest, context: Any) -> worker_pb2.CheckPeerResponse:
         try:
@@ -62,8 +76,9 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             await abort_with(context, surprise(unexpected, "check_peer"))
         return worker_pb2.CheckPeerResponse(proof=proof_to_proto(verdict))
 
-    async def _decode(self, request: worker_pb2.DecodeRequest, context: Any) -> None:
+    async def _decode(self, request: worker_pb2.DecodeRequest, context: Any, trail: Trail) -> None:
         ticket = served_ticket(request.ticket, self._info)
+        trail.set(prompt_tokens=ticket.prompt_tokens)
         if not request.prefill_endpoint or not request.prefill_worker:
             raise InvalidInput("no_prefill_worker", "the router named no prefill worker", field="prefill_endpoint")
         loop = asyncio.get_running_loop()
@@ -76,7 +91,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         remaining = context.time_remaining()
         left_ms = MAX_DEADLINE_MS if remaining is None else min(int(remaining * 1000), MAX_DEADLINE_MS)
         request_no = await self._engine.submit(
-            ticket, request.prefill_endpoint, request.prefill_worker, self._clock() + left_ms, sink
+            ticket, request.prefill_endpoint, request.prefill_worker, self._clock() + left_ms, sink, trail
         )
         try:
             await self._stream(events, context)

@@ -13,6 +13,7 @@ class Lease:
     handoff_id: bytes
     deadline_ms: int
     refs: tuple[PageRef, ...] = ()
+    granted_ms: int = 0
 
 
 class LeaseTable:
@@ -38,7 +39,7 @@ class LeaseTable:
             raise LifecycleError("handoff_exists", "a live lease has this handoff id already")
         if len(self._leases) >= self._max:
             raise NoCapacity("too_many_leases", f"{self._max} handoffs already wait to be pulled")
-        self._leases[handoff_id] = Lease(handoff_id, now_ms + self.lease_ms)
+        self._leases[handoff_id] = Lease(handoff_id, now_ms + self.lease_ms, granted_ms=now_ms)
 
     def add(self, handoff_id: bytes, refs: tuple[PageRef, ...], now_ms: int) -> None:
         """Promises more pages; moves the deadline."""
@@ -60,6 +61,10 @@ class LeaseTable:
     def expired(self, now_ms: int) -> tuple[bytes, ...]:
         """Handoffs whose deadline has passed."""
         return tuple(h for h, lease in self._leases.items() if now_ms >= lease.deadline_ms)
+
+    def ages_ms(self, now_ms: int) -> tuple[int, ...]:
+        """How long each live lease has been there. Safe from any thread."""
+        return tuple(max(0, now_ms - lease.granted_ms) for lease in tuple(self._leases.values()))
 
     def _get(self, handoff_id: bytes) -> Lease:
         lease = self._leases.get(handoff_id)

@@ -15,6 +15,7 @@ from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, Pre
 from prefill.engine import PrefillEngine
 from wire.convert import descriptor_to_proto, export_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
+from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 FIRST_COMMAND_S = 5.0
 
@@ -22,9 +23,11 @@ FIRST_COMMAND_S = 5.0
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     """Serves handoffs of one engine. `context` is grpc.aio's servicer context."""
 
-    def __init__(self, engine: PrefillEngine, info: ModelInfo) -> None:
+    def __init__(self, engine: PrefillEngine, info: ModelInfo, tracer: Tracer = NO_TRACER, worker: str = "") -> None:
         self._engine = engine
         self._info = info
+        self._tracer = tracer
+        self._worker = worker
 
     async def GetPool(self, request: worker_pb2.GetPoolRequest, context: Any) -> worker_pb2.GetPoolResponse:
         return worker_pb2.GetPoolResponse(pool=export_to_proto(self._engine.guard.export))
@@ -32,16 +35,22 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
         self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: Any
     ) -> None:
+        trail = incoming(self._tracer, "prefill", context.invocation_metadata() or (), self._worker)
         try:
-            await self._prefill(request_iterator, context)
+            await self._prefill(request_iterator, context, trail)
+            trail.end()
         except GenlockError as error:
+            trail.end(error.reason)
             await abort_with(context, error)
         except asyncio.CancelledError:
+            trail.end("cancelled")
             raise
         except Exception as unexpected:
-            await abort_with(context, surprise(unexpected, "prefill"))
+            internal = surprise(unexpected, "prefill")
+            trail.end(internal.reason)
+            await abort_with(context, internal)
 
-    async def _prefill(self, commands: AsyncIterator[worker_pb2.PrefillCommand], context: Any) -> None:
+    async def _prefill(self, commands: AsyncIterator[worker_pb2.PrefillCommand], context: Any, trail: Trail) -> None:
         ticket = served_ticket(await self._first(commands), self._info)
         loop = asyncio.get_running_loop()
         # Bounded by what one handoff says: its pages and its end.
@@ -52,6 +61,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
+        trail.set(prompt_tokens=len(ticket.token_ids))
+        trail.enter("queue")
         seq = await self._engine.submit(ticket, sink)
         reader = asyncio.create_task(self._read_commands(commands, seq, events))
         try:
@@ -61,6 +72,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     raise event
                 if isinstance(event, HandoffFailed):
                     raise event.error
+                _follow(trail, seq, event)
                 await context.write(self._event(seq, event))
             await context.write(
                 worker_pb2.HandoffEvent(handoff_id=seq.handoff_id, released=worker_pb2.HandoffReleased())
@@ -138,3 +150,10 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                 cached_tokens=seq.cached_tokens,
             ),
         )
+
+
+def _follow(trail: Trail, seq: PrefillSequence, event: PageSealed | HandoffCompleted[SampledToken]) -> None:
+    """Prefill's phases: in the queue, computing, then leased to decode. How long it computed is known at its end."""
+    if isinstance(event, HandoffCompleted):
+        trail.enter("prefill", ago_ms=event.prefill_ms)
+        trail.enter("lease", pages=event.page_count, cached_tokens=seq.cached_tokens)

@@ -31,9 +31,10 @@ current_request: ContextVar[str] = ContextVar("genlock_request", default="")
 
 
 class Span(Protocol):
-    """A piece of time that is being measured. Ending twice has no effect."""
+    """A piece of time that is being measured; `ago_ms`: it began, or ended, so long ago. Ending twice has no
+    effect."""
 
-    def child(self, name: str, **attributes: Value) -> Span: ...
+    def child(self, name: str, ago_ms: float = 0.0, **attributes: Value) -> Span: ...
 
     def set(self, **attributes: Value) -> None: ...
 
@@ -41,7 +42,7 @@ class Span(Protocol):
         """What makes a span of another process a child of this one."""
         ...
 
-    def end(self, cause: str = OK) -> None: ...
+    def end(self, cause: str = OK, ago_ms: float = 0.0) -> None: ...
 
 
 class Tracer(Protocol):
@@ -57,7 +58,7 @@ class Tracer(Protocol):
 class NoSpan:
     """Measures nothing."""
 
-    def child(self, name: str, **attributes: Value) -> Span:
+    def child(self, name: str, ago_ms: float = 0.0, **attributes: Value) -> Span:
         return self
 
     def set(self, **attributes: Value) -> None:
@@ -66,7 +67,7 @@ class NoSpan:
     def carrier(self) -> Metadata:
         return ()
 
-    def end(self, cause: str = OK) -> None:
+    def end(self, cause: str = OK, ago_ms: float = 0.0) -> None:
         return
 
 
@@ -98,17 +99,17 @@ class Trail:
         self._level = level
         self._ended = False
 
-    def enter(self, phase: str, **attributes: Value) -> None:
-        """The former phase is over; `phase` begins."""
+    def enter(self, phase: str, ago_ms: float = 0.0, **attributes: Value) -> None:
+        """The former phase is over and `phase` begins, now or `ago_ms` ago."""
         if self._ended:
             return
-        self._phase.end()
-        self._phase = self._span.child(phase, **attributes)
+        self._phase.end(ago_ms=ago_ms)
+        self._phase = self._span.child(phase, ago_ms, **attributes)
         log.debug("%s: %s", self._where, phase, extra={"request_id": self.request_id})
 
     def child(self, name: str, **attributes: Value) -> Span:
         """A span within the present phase; whoever asks for it ends it."""
-        return self._phase.child(name, **attributes)
+        return self._phase.child(name, 0.0, **attributes)
 
     def set(self, **attributes: Value) -> None:
         self._span.set(**attributes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -24,9 +26,9 @@ class OtelSpan:
         self._tracer = tracer
         self._span = span
 
-    def child(self, name: str, **attributes: Value) -> Span:
+    def child(self, name: str, ago_ms: float = 0.0, **attributes: Value) -> Span:
         context = set_span_in_context(self._span)
-        span = self._tracer.api.start_span(name, context, attributes=_named(attributes))
+        span = self._tracer.api.start_span(name, context, attributes=_named(attributes), start_time=_at(ago_ms))
         return OtelSpan(self._tracer, span)
 
     def set(self, **attributes: Value) -> None:
@@ -37,14 +39,14 @@ class OtelSpan:
         self._tracer.propagator.inject(headers, set_span_in_context(self._span))
         return tuple(headers.items())
 
-    def end(self, cause: str = OK) -> None:
+    def end(self, cause: str = OK, ago_ms: float = 0.0) -> None:
         if not self._span.is_recording():
             return
         self._span.set_attribute(f"{PREFIX}cause", cause)
         if cause != OK:
             # The cause is a word from the code; an error's message may name what the caller sent.
             self._span.set_status(Status(StatusCode.ERROR, cause))
-        self._span.end()
+        self._span.end(_at(ago_ms))
 
 
 class OtelTracer:
@@ -78,6 +80,11 @@ def otlp_tracer(endpoint: str, part: str, sample_ratio: float) -> Tracer:
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
     exporter = OTLPSpanExporter(endpoint=url, insecure=url.startswith("http://"), timeout=CLOSE_TIMEOUT_MS // 1000)
     return OtelTracer(part, BatchSpanProcessor(exporter, max_queue_size=QUEUE_SPANS), sample_ratio)
+
+
+def _at(ago_ms: float) -> int:
+    """Unix nanoseconds."""
+    return time.time_ns() - int(ago_ms * 1e6)
 
 
 def _named(attributes: dict[str, Value]) -> dict[str, Value]:

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,12 +24,14 @@ from cluster.router import Route, route_many
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
-from kvstore.errors import DeadlineExceeded, GenlockError, Unavailable
+from kvstore.errors import Cancelled, DeadlineExceeded, GenlockError, Unavailable
 from model.sampling import SamplingParams
-from wire.errors import as_genlock_error
+from wire.errors import surprise
+from wire.tracing import Trail, current_request
 
-OK = "ok"
 MAX_BUFFERED_MESSAGES = 64
+
+prompt_log = logging.getLogger("genlock.prompts")
 
 
 class Call(Protocol):
@@ -66,6 +69,7 @@ class Admitted:
     sampling: SamplingParams
     received_ms: float
     deadline_ms: float
+    trail: Trail
 
 
 class RequestPath:
@@ -77,29 +81,34 @@ class RequestPath:
     async def run(self, call: Call) -> None:
         """Returns when every answer is written whole. Raises GenlockError, or CancelledError when the task that runs
         this was cancelled: then, before this is through, the calls to decode are cancelled."""
-        outcome = "internal"
-        try:
-            await self._bounded(call)
-            outcome = OK
-        except GenlockError as error:
-            outcome = error.reason
-            if isinstance(error, Unavailable):
-                self._state.look_again()
-            raise
-        except asyncio.CancelledError:
-            remaining = call.remaining_s()
-            outcome = "deadline_exceeded" if remaining is not None and remaining <= 0 else "cancelled"
-            raise
-        except Exception as exc:
-            outcome = as_genlock_error(exc).reason
-            raise
-        finally:
-            self._state.outcomes[outcome] += 1
-
-    async def _bounded(self, call: Call) -> None:
-        """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
         state = self._state
         received_ms = state.sources.now_ms()
+        server_id = state.sources.random_bytes(8).hex()
+        current_request.set(server_id)
+        span = state.tracer.begin("request", (), request_id=server_id)
+        trail = Trail("gateway", server_id, span, level=logging.INFO)
+        outcome: GenlockError | None = None
+        try:
+            await self._bounded(call, trail, received_ms)
+        except asyncio.CancelledError:
+            remaining = call.remaining_s()
+            late = remaining is not None and remaining <= 0
+            outcome = DeadlineExceeded("deadline_exceeded") if late else Cancelled("cancelled")
+            raise
+        except Exception as exc:
+            outcome = surprise(exc, "a request")
+            if isinstance(outcome, Unavailable):
+                state.look_again()
+            raise outcome from None
+        finally:
+            total_ms = state.sources.now_ms() - received_ms
+            state.ended(outcome, total_ms)
+            trail.end("ok" if outcome is None else outcome.reason, total_ms=round(total_ms))
+
+    async def _bounded(self, call: Call, trail: Trail, received_ms: float) -> None:
+        """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
+        state = self._state
+        trail.enter("admit")
         tenant = state.authenticator.caller(call.metadata()).tenant
         task = asyncio.current_task()
         assert task is not None
@@ -107,7 +116,7 @@ class RequestPath:
         running = state.enter((tenant, call.label), task)
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                await self._run(call, tenant, received_ms, received_ms + limit_ms)
+                await self._run(call, tenant, trail, received_ms, received_ms + limit_ms)
         except TimeoutError as error:
             raise DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms") from error
         except asyncio.CancelledError:
@@ -118,23 +127,34 @@ class RequestPath:
         finally:
             state.running.discard(running)
 
-    async def _run(self, call: Call, tenant: str, received_ms: float, deadline_ms: float) -> None:
+    async def _run(self, call: Call, tenant: str, trail: Trail, received_ms: float, deadline_ms: float) -> None:
         state = self._state
         draft = check_request(await call.request(), state.limits, state.config.api)
         token_ids = tuple(await state.encoder.encode(draft.prompt))
         sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
         if not draft.seed_given:
             sampling = replace(sampling, seed=int.from_bytes(state.sources.random_bytes(8), "little"))
-        admitted = Admitted(draft, tenant, token_ids, sampling, received_ms, deadline_ms)
+        admitted = Admitted(draft, tenant, token_ids, sampling, received_ms, deadline_ms, trail)
+        trail.set(prompt_tokens=len(token_ids))
+        self._log_text("prompt", lambda: b"".join(map(state.served.tokenizer.bytes_of, token_ids)))
         with ExitStack() as cleanup:
             choices = self._open(admitted, cleanup)
             async with aclosing(merged(choices)) as messages:
                 async for message in messages:
+                    if message.HasField("finished"):
+                        state.metrics.answered(message.finished)
+                    self._log_text("answer", message.text.encode)
                     await call.write(message)
+
+    def _log_text(self, what: str, text: Callable[[], bytes]) -> None:
+        """Prompts and answers are logged only where `log.prompts` says so."""
+        if self._state.config.log.prompts:
+            prompt_log.debug("%s: %s", what, text().decode("utf-8", "replace"))
 
     def _open(self, admitted: Admitted, cleanup: ExitStack) -> list[Choice]:
         """Opens all streams; `cleanup` cancels them and gives the load back, at once and without waiting."""
         state = self._state
+        admitted.trail.enter("route")
         prompt_tokens, most = len(admitted.token_ids), len(admitted.token_ids) + admitted.sampling.max_tokens
         routes = route_many(
             state.fleet.view(state.ledger.loads),
@@ -142,21 +162,19 @@ class RequestPath:
             admitted.draft.choices,
             retry_after_ms=state.config.api.retry_after_ms,
         )
-        server_id = state.sources.random_bytes(8).hex()
+        admitted.trail.enter("answer")
         choices = []
         for index, chosen in enumerate(routes):
             decode_claim = state.ledger.claim(chosen.decode.worker_id, most)
             cleanup.callback(decode_claim.release)
             prefill_claim = state.ledger.claim(chosen.prefill.worker_id, prompt_tokens)
             cleanup.callback(prefill_claim.release)
-            choice = self._open_choice(admitted, server_id, index, chosen, prefill_claim)
+            choice = self._open_choice(admitted, index, chosen, prefill_claim)
             cleanup.callback(choice.cancel)
             choices.append(choice)
         return choices
 
-    def _open_choice(
-        self, admitted: Admitted, server_id: str, index: int, chosen: Route, prefill_claim: Claim
-    ) -> Choice:
+    def _open_choice(self, admitted: Admitted, index: int, chosen: Route, prefill_claim: Claim) -> Choice:
         state, info = self._state, self._state.served.info
         sampling = replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index))
         ticket = worker_pb2.Ticket(
@@ -173,7 +191,7 @@ class RequestPath:
         remaining_s = max(admitted.deadline_ms - state.sources.now_ms(), 1.0) / 1000
         spec = ChoiceSpec(
             request_id=admitted.draft.request_id,
-            server_id=server_id,
+            server_id=admitted.trail.request_id,
             index=index,
             stream=admitted.draft.stream,
             sampling=sampling,
@@ -181,14 +199,20 @@ class RequestPath:
             decode_worker=chosen.decode.worker_id,
             prefill_worker=chosen.prefill.worker_id,
         )
+
+        def first_token() -> None:
+            prefill_claim.release()
+            state.metrics.first_token(state.sources.now_ms() - admitted.received_ms)
+
+        stub, trail = state.decode_stub(chosen.decode.endpoint), admitted.trail
         return Choice(
             spec,
-            state.decode_stub(chosen.decode.endpoint).Decode(request, timeout=remaining_s),
+            stub.Decode(request, timeout=remaining_s, metadata=trail.metadata()),
             state.served.tokenizer,
             state.checks,
             state.sources.now_ms,
             admitted.received_ms,
-            on_first_token=prefill_claim.release,
+            on_first_token=first_token,
         )
 
 

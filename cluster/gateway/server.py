@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.gateway.identity import Authenticator
+from cluster.gateway.metrics import targets_of
 from cluster.gateway.operator import OperatorService
 from cluster.gateway.poller import Poller
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
@@ -20,7 +20,9 @@ from cluster.settings import Config
 from genlock.v1 import inference_pb2, inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
 from wire.interceptor import TypedErrors
+from wire.metrics_http import OFF, MetricsServer
 from wire.options import server_options
+from wire.version import app_version
 
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 GENERATE = "/genlock.v1.InferenceService/Generate"
@@ -42,8 +44,13 @@ class Gateway:
         authenticator: Authenticator | None = None,
         checks: StreamChecks | None = None,
     ) -> None:
-        self.state = GatewayState(config, served, sources, authenticator=authenticator, checks=checks)
+        self.state = GatewayState(
+            config, served, sources, authenticator=authenticator, checks=checks, version=app_version()
+        )
         self.endpoint = ""
+        # Where Prometheus finds this process; "" where that is off.
+        self.metrics_endpoint = ""
+        self._metrics = MetricsServer(self.state.metrics.registry, lambda: targets_of(self.state.fleet))
         self._config = config
         self._poller = Poller(self.state)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -59,7 +66,7 @@ class Gateway:
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.state), server)
         # The generated base answers UNIMPLEMENTED to what a service leaves out; its stub calls those methods abstract.
-        operators = OperatorService(self.state, app_version())  # type: ignore[abstract]
+        operators = OperatorService(self.state, self.state.version)  # type: ignore[abstract]
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -72,6 +79,9 @@ class Gateway:
                 f"cannot listen on {host}:{self._config.api.port}: choose another api.port (0: any free one)",
                 field="api.port",
             ) from error
+        metrics = self._config.metrics
+        if metrics.port != OFF:
+            self.metrics_endpoint = f"{metrics.host}:{self._metrics.start(metrics.host, metrics.port)}"
         self.state.on_fleet_change = self._tell_health
         self._tell_health()
         await server.start()
@@ -90,6 +100,7 @@ class Gateway:
             await server.stop(1.0)
         await self._poller.stop()
         await asyncio.gather(*self._health_tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._metrics.stop)
         await self.state.close()
 
     def add_worker(self, worker_id: str, role: Role, endpoint: str) -> None:
@@ -134,7 +145,7 @@ class Gateway:
 
     def _on_refused(self, method: str, error: GenlockError) -> None:
         if method == GENERATE:
-            self.state.outcomes[error.reason] += 1
+            self.state.ended(error, 0.0)
 
     def _tell_health(self) -> None:
         serving = self.state.fleet.serving() and not self.state.draining
@@ -150,10 +161,3 @@ class Gateway:
             # Read anew each time: of two changes in a row the later one must win for every service.
             serving = health_pb2.HealthCheckResponse.SERVING if self._serving else _NOT_SERVING
             await self._health.set(service, serving)
-
-
-def app_version() -> str:
-    try:
-        return version("genlock")
-    except PackageNotFoundError:
-        return "0.0.0+source"

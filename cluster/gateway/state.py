@@ -11,6 +11,7 @@ import grpc.aio
 from cluster.gateway.admission import ModelLimits
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, SingleTenant
+from cluster.gateway.metrics import GatewayMetrics, GatewayReading
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.roles import Role
@@ -18,6 +19,7 @@ from cluster.settings import Config
 from genlock.v1 import worker_pb2_grpc
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
 from wire.options import open_channel
+from wire.tracing import Tracer, make_tracer
 
 SHORTEST_PAUSE_MS = 50.0
 
@@ -45,7 +47,9 @@ class GatewayState:
         *,
         authenticator: Authenticator | None = None,
         checks: StreamChecks | None = None,
+        version: str = "",
     ) -> None:
+        self.version = version
         self.config = config
         self.served = served
         self.sources = sources
@@ -59,6 +63,8 @@ class GatewayState:
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
         self.ledger = Ledger()
         self.outcomes: Counter[str] = Counter()
+        self.metrics = GatewayMetrics(self._reading)
+        self.tracer: Tracer = make_tracer(config.tracing.endpoint, "gateway", config.tracing.sample_ratio)
         self.running: set[Running] = set()
         self.draining = False
         self.started_ms = sources.now_ms()
@@ -66,6 +72,9 @@ class GatewayState:
         # Set when a request met a worker that is gone: the pollers need not wait for their next turn.
         self._wake = asyncio.Event()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._retired: set[asyncio.Task[None]] = set()
+        # What GetStatus says of the registry; empty where this gateway reads none.
+        self.registry_health: Callable[[], str] = lambda: ""
 
     def add_worker(self, worker_id: str, role: Role, endpoint: str) -> None:
         self.set_fleet(self.fleet.added(worker_id, role, endpoint))
@@ -73,6 +82,21 @@ class GatewayState:
     def set_fleet(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.on_fleet_change()
+
+    def ended(self, error: GenlockError | None, total_ms: float) -> None:
+        """A request has ended; `error` None: well. Called once for each."""
+        _outcome, cause = self.metrics.ended(error, total_ms)
+        self.outcomes[cause] += 1
+
+    def _reading(self) -> GatewayReading:
+        return GatewayReading(
+            version=self.version,
+            model=self.served.info.name,
+            running=len(self.running),
+            max_running=self.config.api.max_requests,
+            draining=self.draining,
+            fleet=self.fleet,
+        )
 
     def look_again(self) -> None:
         """Something was unavailable: all workers are asked at once."""
@@ -107,6 +131,26 @@ class GatewayState:
         if channel is not None:
             await channel.close(None)
 
+    def retire_channel(self, endpoint: str) -> None:
+        """No worker of the fleet is there any more. Requests that run now keep the channel until they have ended."""
+        channel = self._channels.pop(endpoint, None)
+        if channel is None:
+            return
+        running = [running.task for running in self.running]
+
+        async def close() -> None:
+            try:
+                if running:
+                    await asyncio.wait(running, timeout=self.config.api.max_deadline_ms / 1000)
+                # A question for the status that is under way ends first.
+                await asyncio.sleep(self.config.workers.status_timeout_ms / 1000)
+            finally:
+                await channel.close(None)
+
+        task = asyncio.create_task(close(), name=f"close {endpoint}")
+        self._retired.add(task)
+        task.add_done_callback(self._retired.discard)
+
     def enter(self, key: tuple[str, str], task: asyncio.Task[None]) -> Running:
         """Takes a place among the running requests. Raises NoCapacity, or Unavailable while draining."""
         if self.draining:
@@ -123,5 +167,9 @@ class GatewayState:
 
     async def close(self) -> None:
         self.encoder.close()
+        await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
+        for task in list(self._retired):
+            task.cancel()
+        await asyncio.gather(*self._retired, return_exceptions=True)
         for endpoint in list(self._channels):
             await self.close_channel(endpoint)

@@ -148,6 +148,9 @@ class LandingEngine(TransferEngine):
     def disconnect(self, peer: Peer) -> None:
         self._inner.disconnect(peer)
 
+    def regions(self) -> int:
+        return self._inner.regions()
+
     def close(self) -> None:
         self._slots_SU8 = None
         self._inner.close()

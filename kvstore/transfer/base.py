@@ -124,6 +124,11 @@ class TransferEngine(ABC):
     def disconnect(self, peer: Peer) -> None:
         """Forgets a peer; unknown peers are ignored."""
 
+    def regions(self) -> int:
+        """Memory regions that the engine has registered or attached now: its own pool's and each peer's. 0 after
+        `close`, and from an engine that cannot tell."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Tears the engine down; afterwards every transfer is quiesced and the buffer is unregistered. Idempotent."""

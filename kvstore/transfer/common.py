@@ -281,6 +281,10 @@ class PoolEngine(TransferEngine, Generic[S]):
             del self._peers[peer.handle]
         self._detach(known[1])
 
+    def regions(self) -> int:
+        with self._lock:
+            return 0 if self._closed else int(self._published) + len(self._peers)
+
     def close(self) -> None:
         with self._lock:
             if self._closed:

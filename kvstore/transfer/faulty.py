@@ -224,6 +224,9 @@ class FaultyEngine(TransferEngine):
         self._lost.discard(peer.handle)
         self.inner.disconnect(peer)
 
+    def regions(self) -> int:
+        return self.inner.regions()
+
     def close(self) -> None:
         self.closing.set()
         deadline_ms = self.clock_ms() + CLOSE_TIMEOUT_MS

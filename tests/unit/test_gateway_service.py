@@ -64,7 +64,7 @@ def service(calls: list[Call], **flags: object) -> InferenceService:
         status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
         state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
     left = iter(calls)
-    state.decode_stub = lambda _endpoint: SimpleNamespace(Decode=lambda _request, timeout: next(left))
+    state.decode_stub = lambda _endpoint: SimpleNamespace(Decode=lambda _request, timeout, metadata: next(left))
     return InferenceService(state)
 
 

@@ -96,7 +96,7 @@ def make_state(calls: list[Call], **flags: object) -> GatewayState:
         status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
         state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
     left = iter(calls)
-    state.decode_stub = lambda _endpoint: SimpleNamespace(Decode=lambda _request, timeout: next(left))
+    state.decode_stub = lambda _endpoint: SimpleNamespace(Decode=lambda _request, timeout, metadata: next(left))
     return state
 
 
