@@ -27,6 +27,8 @@ class WorkerView:
     request_limit: int = 1
     # Two workers with different layouts cannot exchange pages; empty: not known.
     layout_fingerprint: str = ""
+    # Prefill workers from which this decode worker has proved that pages arrive; None: it needs no proof.
+    proved_peers: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,31 @@ def route(workers: Iterable[WorkerView], *, retry_after_ms: int = 500) -> Route:
     """The decode and the prefill worker for one request.
 
     Least outstanding tokens, then fewest requests, then the smaller worker id. The prefill worker has the layout of
-    the decode worker. Raises Unavailable (reason `no_prefill_worker`, `no_decode_worker` or `no_matching_layout`)
-    when nobody is ready, NoCapacity (`prefill_full`, `decode_full`) when all who are ready are full.
+    the decode worker and is proved to it. Raises Unavailable (reason `no_prefill_worker`, `no_decode_worker`,
+    `no_matching_layout` or `no_proved_pair`) when nobody is ready, NoCapacity (`prefill_full`, `decode_full`,
+    `pairs_full`) when all who are ready are full.
     """
     fleet = tuple(workers)
     decoders = _open(fleet, Role.DECODE, retry_after_ms)
     prefillers = _open(fleet, Role.PREFILL, retry_after_ms)
     for decode in decoders:
         for prefill in prefillers:
-            if _same_layout(decode, prefill):
+            if same_layout(decode, prefill) and proved(decode, prefill):
                 return Route(decode, prefill)
+    alike = [pair for pair in _ready_pairs(fleet) if same_layout(*pair)]
+    if any(proved(*pair) for pair in alike):
+        raise NoCapacity(
+            "pairs_full",
+            "of the ready workers that may exchange pages, one of each pair holds as many requests as it may",
+            retry_after_ms=retry_after_ms,
+        )
+    if alike:
+        raise Unavailable(
+            "no_proved_pair",
+            "no ready decode worker has proved that pages of a ready prefill worker arrive as they were sealed; "
+            "`genlock status` tells why",
+            field="transfer.engine",
+        )
     raise Unavailable(
         "no_matching_layout",
         f"no ready prefill worker has the page layout of decode worker {decoders[0].worker_id}: "
@@ -91,6 +108,18 @@ def _open(fleet: tuple[WorkerView, ...], role: Role, retry_after_ms: int) -> lis
     return sorted(free, key=lambda worker: (worker.outstanding_tokens, worker.outstanding_requests, worker.worker_id))
 
 
-def _same_layout(decode: WorkerView, prefill: WorkerView) -> bool:
+def _ready_pairs(fleet: tuple[WorkerView, ...]) -> list[tuple[WorkerView, WorkerView]]:
+    ready = [worker for worker in fleet if worker.ready]
+    decoders = [worker for worker in ready if worker.role is Role.DECODE]
+    return [(decode, prefill) for decode in decoders for prefill in ready if prefill.role is Role.PREFILL]
+
+
+def proved(decode: WorkerView, prefill: WorkerView) -> bool:
+    """Whether decode may pull from prefill as far as the start-up self-test goes."""
+    return decode.proved_peers is None or prefill.worker_id in decode.proved_peers
+
+
+def same_layout(decode: WorkerView, prefill: WorkerView) -> bool:
+    """Whether their pages are alike, or not known to differ."""
     ours, theirs = decode.layout_fingerprint, prefill.layout_fingerprint
     return not ours or not theirs or ours == theirs

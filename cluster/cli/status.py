@@ -16,6 +16,8 @@ WORKER_COLUMNS = (
     "detail",
 )  # fmt: skip
 
+PAIR_COLUMNS = ("decode", "prefill", "reason", "detail")
+
 
 @click.command(
     epilog="""\b
@@ -53,6 +55,10 @@ def show(status: operator_pb2.GetStatusResponse) -> None:
     running, uptime_s = status.running_requests, status.uptime_ms / 1000
     out.print(f"{status.model} · genlock {status.version} · up {uptime_s:.0f} s · {running} running", markup=False)
     out.print(render.table("", WORKER_COLUMNS, [worker_row(entry) for entry in status.workers]))
+    failing = unproved_pairs(status)
+    if failing:
+        out.print()
+        out.print(render.table("Pairs that did not pass their exchange of a page", PAIR_COLUMNS, failing))
     checks = verification(status)
     if checks:
         out.print()
@@ -61,6 +67,17 @@ def show(status: operator_pb2.GetStatusResponse) -> None:
     if status.outcomes:
         out.print()
         out.print(render.table("Requests", ("outcome", "count"), sorted(status.outcomes.items())))
+
+
+def unproved_pairs(status: operator_pb2.GetStatusResponse) -> list[tuple[object, ...]]:
+    """One row for each decode worker and each present prefill worker that it may not pull from, with the reason."""
+    present = {entry.worker_id for entry in status.workers}
+    return [
+        (entry.worker_id, proof.worker_id, proof.reason, proof.detail)
+        for entry in status.workers
+        for proof in entry.status.peers
+        if not proof.passed and proof.worker_id in present
+    ]
 
 
 def worker_row(entry: operator_pb2.WorkerEntry) -> tuple[object, ...]:

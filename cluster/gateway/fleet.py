@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 
 from cluster.roles import Role
-from cluster.router import WorkerView
+from cluster.router import WorkerView, proved, same_layout
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError, NotFound, Unavailable
+
+NOT_ASKED = "not asked yet"
 
 
 class WorkerState(StrEnum):
@@ -33,7 +36,7 @@ class WorkerRecord:
     role: Role
     endpoint: str
     state: WorkerState = WorkerState.UNREACHABLE
-    detail: str = "not asked yet"
+    detail: str = NOT_ASKED
     late_answers: int = 0
     # The last answer; None when unreachable.
     status: worker_pb2.WorkerStatus | None = None
@@ -53,6 +56,8 @@ class Fleet:
 
     policy: FleetPolicy = field(default_factory=FleetPolicy)
     workers: Mapping[str, WorkerRecord] = field(default_factory=lambda: MappingProxyType({}))
+    # Workers that are not to be chosen, known or not; what they run goes on.
+    cordoned: frozenset[str] = frozenset()
 
     def added(self, worker_id: str, role: Role, endpoint: str) -> Fleet:
         return self._with(WorkerRecord(worker_id, role, endpoint))
@@ -87,14 +92,44 @@ class Fleet:
             replace(record, state=WorkerState.UNREACHABLE, detail=error.message[:256], late_answers=late, status=None)
         )
 
+    def checked(self, decode_id: str, endpoint: str, proof: worker_pb2.PeerProof) -> Fleet:
+        """A decode worker told whether it may pull from one prefill worker."""
+        record = self.workers.get(decode_id)
+        if record is None or record.endpoint != endpoint or record.status is None:
+            return self
+        status = worker_pb2.WorkerStatus()
+        status.CopyFrom(record.status)
+        others = [peer for peer in status.peers if peer.worker_id != proof.worker_id]
+        del status.peers[:]
+        status.peers.extend([*others, proof])
+        return self._with(replace(record, status=status))
+
+    def unproved(self) -> tuple[tuple[WorkerRecord, WorkerRecord], ...]:
+        """Pairs (decode, prefill) that are ready, have one layout and still owe an exchange of a page for the present
+        life of the prefill worker's pool."""
+        return tuple(
+            (self.workers[decode.worker_id], self.workers[prefill.worker_id])
+            for decode, prefill in self._pairs()
+            if not proved(decode, prefill)
+        )
+
+    def failing(self) -> tuple[tuple[str, worker_pb2.PeerProof], ...]:
+        """Decode workers with what they said of each present prefill worker whose exchange did not pass."""
+        return tuple(
+            (record.worker_id, proof)
+            for record in self.workers.values() if record.status is not None
+            for proof in record.status.peers if not proof.passed and proof.worker_id in self.workers
+        )  # fmt: skip
+
     def view(self, loads: Mapping[str, Load]) -> tuple[WorkerView, ...]:
         """What the router sees."""
         return tuple(self._view(record, loads.get(record.worker_id, Load())) for record in self.workers.values())
 
     def serving(self) -> bool:
-        """True when a request can be served at all."""
-        ready = {record.role for record in self.workers.values() if record.state is WorkerState.READY}
-        return ready == set(Role)
+        """True when a request can be served at all. Where no two ready workers have one layout, routing says so."""
+        ready = {worker.role for worker in self.view({}) if worker.ready}
+        pairs = self._pairs()
+        return ready == set(Role) and (not pairs or any(proved(*pair) for pair in pairs))
 
     def get(self, worker_id: str) -> WorkerRecord:
         try:
@@ -102,6 +137,28 @@ class Fleet:
         except KeyError:
             known = ", ".join(sorted(self.workers)) or "none"
             raise NotFound("unknown_worker", f"no worker {worker_id[:64]!r}; known: {known}") from None
+
+    def _pairs(self) -> list[tuple[WorkerView, WorkerView]]:
+        ready = [worker for worker in self.view({}) if worker.ready]
+        decoders = [worker for worker in ready if worker.role is Role.DECODE]
+        prefillers = [worker for worker in ready if worker.role is Role.PREFILL]
+        return [(d, p) for d in decoders for p in prefillers if same_layout(d, p)]
+
+    @cached_property
+    def _proved(self) -> Mapping[str, frozenset[str] | None]:
+        """By worker: names of those whose present life has passed; None where a worker needs no proof."""
+        known = {record.worker_id: record.status for record in self.workers.values() if record.status is not None}
+        present = {worker_id: status.incarnation for worker_id, status in known.items()}
+        return {
+            worker_id: frozenset(
+                proof.worker_id
+                for proof in status.peers
+                if proof.passed and proof.incarnation == present.get(proof.worker_id)
+            )
+            if status.proves_peers
+            else None
+            for worker_id, status in known.items()
+        }
 
     def _with(self, record: WorkerRecord) -> Fleet:
         return replace(self, workers=MappingProxyType({**self.workers, record.worker_id: record}))
@@ -111,11 +168,12 @@ class Fleet:
             worker_id=record.worker_id,
             role=record.role,
             endpoint=record.endpoint,
-            ready=record.state is WorkerState.READY,
+            ready=record.state is WorkerState.READY and record.worker_id not in self.cordoned,
             outstanding_tokens=load.tokens,
             outstanding_requests=load.requests,
             request_limit=self.policy.request_limit,
             layout_fingerprint=record.status.layout_fingerprint if record.status is not None else "",
+            proved_peers=self._proved.get(record.worker_id),
         )
 
 

@@ -1,33 +1,63 @@
-"""Asks every worker for its status, all at once, again and again, each question with a deadline."""
+"""Asks every worker for its status, all at once, again and again, each question with a deadline.
+
+Each pair of a decode and a prefill worker that has not proved an exchange of a page for the prefill worker's present
+life is asked to, beside these rounds: an exchange that hangs keeps nobody's status waiting.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
+from cluster.gateway.fleet import WorkerRecord
 from cluster.gateway.state import GatewayState
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError
 from wire.calls import answer
+
+MAX_CHECKS = 64  # exchanges at a time
+CHECK_MARGIN_MS = 10_000  # beyond the exchange's own time: the question for the pool, a place in the queue
+FIRST_RETRY_MS = 500.0
+LONGEST_RETRY_MS = 30_000.0
+
+Pair = tuple[str, str, int]  # decode worker, prefill worker, the prefill pool's incarnation
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A pair that did not pass: when to ask again, and how long to wait after that."""
+
+    retry_at_ms: float
+    wait_ms: float
 
 
 class Poller:
     def __init__(self, state: GatewayState) -> None:
         self._state = state
         self._task: asyncio.Task[None] | None = None
+        self._checks: dict[Pair, asyncio.Task[None]] = {}
+        self._failed: dict[Pair, Failed] = {}
+
+    @property
+    def checking(self) -> bool:
+        """Whether an exchange of a page is under way."""
+        return bool(self._checks)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._loop(), name="worker poller")
 
     async def stop(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
+        tasks = [*([self._task] if self._task is not None else []), *self._checks.values()]
+        self._task = None
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look(self) -> None:
-        """One round over all workers."""
+        """One round over all workers; then unproved pairs begin to prove themselves."""
         workers = list(self._state.fleet.workers.values())
         await asyncio.gather(*(self._ask(record.worker_id, record.endpoint) for record in workers))
+        self._check_pairs()
 
     async def _loop(self) -> None:
         while True:
@@ -44,3 +74,38 @@ class Poller:
             state.set_fleet(state.fleet.failed(worker_id, endpoint, error))
         else:
             state.set_fleet(state.fleet.answered(worker_id, endpoint, status))
+
+    # --- pairs ------------------------------------------------------------------------------------------------------
+
+    def _check_pairs(self) -> None:
+        now_ms = self._state.sources.now_ms()
+        owed = {_pair(decode, prefill): (decode, prefill) for decode, prefill in self._state.fleet.unproved()}
+        self._failed = {pair: failed for pair, failed in self._failed.items() if pair in owed}
+        for pair, (decode, prefill) in owed.items():
+            failed = self._failed.get(pair)
+            if len(self._checks) >= MAX_CHECKS or pair in self._checks or (failed and failed.retry_at_ms > now_ms):
+                continue
+            task = asyncio.create_task(self._check(pair, decode, prefill), name=f"check {pair[0]} and {pair[1]}")
+            self._checks[pair] = task
+            task.add_done_callback(lambda _task, pair=pair: self._checks.pop(pair, None))  # type: ignore[misc] # default
+
+    async def _check(self, pair: Pair, decode: WorkerRecord, prefill: WorkerRecord) -> None:
+        state = self._state
+        request = worker_pb2.CheckPeerRequest(prefill_endpoint=prefill.endpoint, prefill_worker=prefill.worker_id)
+        timeout_s = (state.config.transfer.timeout_ms + CHECK_MARGIN_MS) / 1000
+        try:
+            call = state.decode_stub(decode.endpoint).CheckPeer(request, timeout=timeout_s)
+            proof = (await answer(call)).proof
+        except GenlockError as error:
+            proof = worker_pb2.PeerProof(
+                worker_id=prefill.worker_id, incarnation=pair[2], reason=error.reason, detail=error.message[:256]
+            )
+        state.set_fleet(state.fleet.checked(decode.worker_id, decode.endpoint, proof))
+        if not proof.passed:
+            before = self._failed.get(pair)
+            wait_ms = FIRST_RETRY_MS if before is None else min(2 * before.wait_ms, LONGEST_RETRY_MS)
+            self._failed[pair] = Failed(state.sources.now_ms() + wait_ms, wait_ms)
+
+
+def _pair(decode: WorkerRecord, prefill: WorkerRecord) -> Pair:
+    return decode.worker_id, prefill.worker_id, prefill.status.incarnation if prefill.status is not None else 0

@@ -119,19 +119,29 @@ class Gateway:
         await self.state.close_channel(record.endpoint)
 
     async def wait_ready(self, timeout_ms: float) -> None:
-        """Returns when a request can be served. Raises Unavailable that says what is missing."""
+        """Returns when a request can be served, and every pair of workers that is ready by then has tried an exchange
+        of a page. Raises Unavailable that says what is missing."""
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 while not self.state.fleet.serving():
                     await self._poller.look()
+                    while self._poller.checking:
+                        await asyncio.sleep(0.005)
                     if not self.state.fleet.serving():
                         await asyncio.sleep(0.05)
         except TimeoutError as error:
-            states = "; ".join(
+            if self.state.fleet.serving():
+                return  # an exchange of another pair still hangs
+            states = [
                 f"{record.worker_id} is {record.state.value} {record.detail}".strip()
                 for record in self.state.fleet.workers.values()
-            )
-            raise Unavailable("not_ready", f"no worker of each role is ready: {states or 'no workers'}") from error
+            ]
+            failing = [
+                f"{decode} cannot pull from {proof.worker_id}: {proof.detail}"
+                for decode, proof in self.state.fleet.failing()
+            ]
+            words = "; ".join([*states, *failing]) or "no workers"
+            raise Unavailable("not_ready", f"no pair of workers is ready: {words}") from error
 
     async def _drain(self, grace_ms: int) -> None:
         tasks = [running.task for running in self.state.running]

@@ -168,3 +168,73 @@ def test_a_claim_is_given_back_once():
     assert dict(ledger.loads) == {"d0": Load(5, 1)}
     second.release()
     assert dict(ledger.loads) == {}
+
+
+# --- pairs ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_proved_pair_is_routed_over():
+    cheap, dear = worker("a"), worker("b", outstanding_tokens=99)
+    p0, p1 = worker("p0", Role.PREFILL), worker("p1", Role.PREFILL, outstanding_tokens=99)
+    only_p1 = replace(cheap, proved_peers=frozenset({"p1"}))
+    assert route([p0, p1, only_p1]).prefill.worker_id == "p1"
+    nothing = replace(cheap, proved_peers=frozenset())
+    chosen = route([p0, p1, nothing, replace(dear, proved_peers=frozenset({"p0", "p1"}))])
+    assert (chosen.decode.worker_id, chosen.prefill.worker_id) == ("b", "p0")
+    with pytest.raises(Unavailable) as caught:
+        route([p0, p1, nothing])
+    assert caught.value.reason == "no_proved_pair"
+
+
+def test_a_proved_worker_that_is_full_is_waited_for():
+    full = worker("p0", Role.PREFILL, outstanding_requests=4)
+    with pytest.raises(NoCapacity) as caught:
+        route([full, worker("p1", Role.PREFILL), worker("a", proved_peers=frozenset({"p0"}))], retry_after_ms=77)
+    assert (caught.value.reason, caught.value.retry_after_ms) == ("pairs_full", 77)
+
+
+def proof(incarnation: int, *, passed: bool = True, reason: str = "") -> worker_pb2.PeerProof:
+    return worker_pb2.PeerProof(worker_id="p0", incarnation=incarnation, passed=passed, reason=reason, detail=reason)
+
+
+def fleet_of_a_pair(**decode: object) -> Fleet:
+    fleet = fleet_of_one().added("p0", Role.PREFILL, "h:2")
+    fleet = fleet.answered("p0", "h:2", status(worker_id="p0", role="prefill", incarnation=7))
+    return fleet.answered("d0", "h:1", status(proves_peers=True, **decode))
+
+
+def test_a_fleet_serves_when_a_pair_is_proved_for_the_present_life():
+    fleet = fleet_of_a_pair()
+    assert [(d.worker_id, p.worker_id) for d, p in fleet.unproved()] == [("d0", "p0")]
+    assert not fleet.serving()
+    assert not fleet.checked("d0", "h:1", proof(6)).serving(), "of an earlier life"
+    assert not fleet.checked("d0", "h:9", proof(7)).serving(), "of another endpoint"
+    passed = fleet.checked("d0", "h:1", proof(7))
+    assert (passed.serving(), passed.unproved()) == (True, ())
+    again = passed.answered("p0", "h:2", status(worker_id="p0", role="prefill", incarnation=8))
+    assert (again.serving(), len(again.unproved())) == (False, 1)
+
+
+def test_a_pair_that_fails_says_why():
+    fleet = fleet_of_a_pair().checked("d0", "h:1", proof(7, passed=False, reason="digest_mismatch"))
+    [(decode, failing)] = fleet.failing()
+    assert (decode, failing.worker_id, failing.reason) == ("d0", "p0", "digest_mismatch")
+    assert not fleet.serving()
+    assert fleet.checked("d0", "h:1", proof(7)).failing() == ()
+    assert fleet.removed("p0").failing() == ()
+
+
+def test_workers_with_other_layouts_owe_no_exchange():
+    """They never exchange pages; the router names the layout instead."""
+    fleet = fleet_of_a_pair(layout_fingerprint="1")
+    other = status(worker_id="p0", role="prefill", incarnation=7, layout_fingerprint="2")
+    fleet = fleet.answered("p0", "h:2", other)
+    assert (fleet.unproved(), fleet.serving()) == ((), True)
+    with pytest.raises(Unavailable) as caught:
+        route(fleet.view({}))
+    assert caught.value.reason == "no_matching_layout"
+
+
+def test_a_worker_that_pulls_from_nobody_owes_no_exchange():
+    fleet = fleet_of_one().added("p0", Role.PREFILL, "h:2").answered("d0", "h:1", status())
+    assert fleet.answered("p0", "h:2", status(worker_id="p0", role="prefill", incarnation=7)).serving()
