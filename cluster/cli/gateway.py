@@ -51,6 +51,9 @@ def command(
         "api.http_port": http_port,
     }
     config = load_settings(config_file, assignments, flags).config
+    from cluster.launch.logs import start_logging
+
+    start_logging(config.log, "gateway")
     return asyncio.run(serve(lambda report: make_front(config, report)))
 
 

@@ -53,6 +53,9 @@ def command(
         "api.http_port": http_port,
     }
     config = load_settings(config_file, assignments, flags).config
+    from cluster.launch.logs import start_logging
+
+    start_logging(config.log, "gateway")
     return asyncio.run(serve(lambda report: make_cluster(config, report, in_process=in_process, http=True)))
 
 

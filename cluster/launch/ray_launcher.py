@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.launch.launcher import OnLost, ignore_loss, start_timeout, unknown_worker
+from cluster.launch.logs import start_logging
 from cluster.launch.spec import WorkerBuilder, WorkerSpec
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
 
@@ -47,10 +48,12 @@ class WorkerActor:
     """Lives in the actor's process. Its errors travel as values, for Ray would wrap what it cannot unpickle."""
 
     def __init__(self, spec: WorkerSpec, builder: WorkerBuilder) -> None:
+        self._spec = spec
         self._worker = builder(spec)
 
     async def start(self) -> str | GenlockError:
         try:
+            start_logging(self._spec.config.log, self._spec.worker_id)
             return await self._worker.start()
         except GenlockError as error:
             await self._worker.stop(0)
