@@ -14,6 +14,7 @@ OK, FAILED, USAGE, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 5, 130
 
 COMMANDS = {
     "up": LazyCommand("cluster.cli.up:command", "Start a cluster here and serve until Ctrl-C."),
+    "gateway": LazyCommand("cluster.cli.gateway:command", "A gateway alone, for the workers of a shared registry."),
     "demo": LazyCommand("cluster.cli.demo:command", "Private cluster, one answer, and what was verified for it."),
     "generate": LazyCommand("cluster.cli.generate:command", "Answer one prompt."),
     "chat": LazyCommand("cluster.cli.chat:command", "Talk with the model."),

@@ -1,0 +1,155 @@
+"""`genlock autoscale simulate`: a policy on a trace, on a model of a fleet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from cluster.autoscale.policy import Policy
+    from cluster.autoscale.simulate import Comparison, Outcome
+    from cluster.autoscale.traces import Trace
+
+COLUMNS = ("fleet", "within targets", "ttft p50 ms", "p99 ms", "token p50 ms", "p99 ms", "unfinished", "GPU-hours")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  genlock autoscale simulate --trace bursty
+  genlock autoscale simulate --trace diurnal --plot diurnal.png
+  genlock autoscale simulate --trace requests.jsonl --policy policy.yaml --json
+
+\b
+A trace file has one request a line: {"at_s": 0.5, "prompt_tokens": 900, "output_tokens": 120}, or is CSV with these
+columns. A line {"outage_s": [600, 900]} takes the metrics away for that time."""
+)
+@click.option("--trace", "trace_name", required=True, help="A file, or bursty, diurnal, long-prompt-storm, "
+              "metric-outage, flapping.")  # fmt: skip
+@click.option("--policy", "policy_file", type=click.Path(path_type=Path), help="YAML; by default 1 to 8 of each role.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of a drawn trace.")
+@click.option("--start-seconds", type=click.FloatRange(0, 3600), default=60.0, show_default=True,
+              help="How long a worker needs to start.")  # fmt: skip
+@click.option("--prefill-speed", type=click.FloatRange(1, 1e9), default=8000.0, show_default=True,
+              help="Prompt tokens a second of one prefill worker.")  # fmt: skip
+@click.option("--slots", type=click.IntRange(1, 65_536), default=64, show_default=True,
+              help="Requests that one decode worker runs at once.")  # fmt: skip
+@click.option("--plot", type=click.Path(path_type=Path), help="Draws the run: .png, .svg or .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout instead of a table.")
+def command(
+    trace_name: str, policy_file: Path | None, seed: int, start_seconds: float, prefill_speed: float, slots: int,
+    plot: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Tries an autoscaling policy on a trace and compares it with the best fixed fleet of the same GPU-hours. Fleet and
+    clock are models: thousands of seconds take one."""
+    from rich.progress import Progress
+
+    from cluster.autoscale.fleet import Speeds
+    from cluster.autoscale.simulate import compare
+    from cluster.cli import render
+
+    policy = _policy(policy_file)
+    trace = _trace(trace_name, seed)
+    speeds = Speeds(prefill_tokens_per_s=prefill_speed, slots=slots, start_s=start_seconds)
+    with Progress(console=render.stderr(), transient=True) as bar:
+        task = bar.add_task(f"{trace.name}: {len(trace.arrivals)} requests", total=1.0)
+        comparison = compare(policy, trace, speeds, lambda share: bar.update(task, completed=share))
+    if plot is not None:
+        from cluster.autoscale.plot import draw
+
+        draw(comparison, trace, plot)
+    if as_json:
+        render.print_json(as_tree(comparison, trace, policy))
+    else:
+        show(comparison, trace)
+    return 0
+
+
+def _read(path: Path, field: str) -> str:
+    from kvstore.errors import InvalidInput
+
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"bad_{field}", f"{path} cannot be read: {error}", field=field) from error
+
+
+def _policy(path: Path | None) -> Policy:
+    from cluster.autoscale.policy import policy_from
+
+    return policy_from("" if path is None else _read(path, "policy"))
+
+
+def _trace(name: str, seed: int) -> Trace:
+    from cluster.autoscale.traces import NAMES, drawn, parse
+
+    if name in NAMES or not Path(name).exists():
+        return drawn(name, seed)
+    return parse(_read(Path(name), "trace"), name)
+
+
+def show(comparison: Comparison, trace: Trace) -> None:
+    """Tables on stdout."""
+    from cluster.cli import render
+
+    fixed = comparison.fixed_counts
+    rows = [
+        _row("autoscaled", comparison.scaled.outcome),
+        _row(f"fixed {fixed.prefill}P + {fixed.decode}D", comparison.fixed.outcome),
+    ]
+    out = render.stdout()
+    out.print(render.table(f"{trace.name}: {len(trace.arrivals)} requests", COLUMNS, rows))
+    changed = [decision for decision in comparison.scaled.decisions if not decision.held]
+    if changed:
+        lines = [
+            (
+                f"{decision.at_ms / 1000:.0f} s",
+                f"{decision.before.prefill}P + {decision.before.decode}D",
+                f"{decision.target.prefill}P + {decision.target.decode}D",
+                "; ".join(decision.reasons),
+            )
+            for decision in changed
+        ]
+        out.print()
+        out.print(render.table("Changes", ("at", "from", "to", "why"), lines))
+
+
+def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
+    return (
+        name, f"{100 * outcome.attainment:.1f} %", outcome.ttft_p50_ms, outcome.ttft_p99_ms, outcome.token_p50_ms,
+        outcome.token_p99_ms, outcome.unfinished, outcome.gpu_hours,
+    )  # fmt: skip
+
+
+def as_tree(comparison: Comparison, trace: Trace, policy: Policy) -> dict[str, Any]:
+    """What --json prints; numbers that do not exist are null."""
+    from cluster.autoscale.policy import leaves
+
+    return {
+        "trace": trace.name,
+        "requests": len(trace.arrivals),
+        "policy": leaves(policy),
+        "autoscaled": _outcome_tree(comparison.scaled.outcome),
+        "fixed": {**asdict(comparison.fixed_counts), **_outcome_tree(comparison.fixed.outcome)},
+        "changes": [
+            {
+                "at_s": decision.at_ms / 1000,
+                "before": asdict(decision.before),
+                "raw": asdict(decision.raw),
+                "clamped": asdict(decision.clamped),
+                "delayed": asdict(decision.delayed),
+                "target": asdict(decision.target),
+                "reasons": list(decision.reasons),
+            }
+            for decision in comparison.scaled.decisions
+            if not decision.held
+        ],
+    }
+
+
+def _outcome_tree(outcome: Outcome) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in asdict(outcome).items()}
