@@ -281,11 +281,18 @@ class Guard:
         """The header that lies in a slot now, whoever wrote it."""
         return self._pool.read_header(ref.page_id)
 
-    def landed_digest(self, ref: PageRef, body_sums: npt.NDArray[np.uint64] | None) -> int:
-        """Digest of what lies in a slot now; `body_sums` uint64 [2] if the engine summed while copying."""
-        if body_sums is None:
-            body_sums = self._digester.body_sums(self._pool.slots_SU8[ref.page_id])
-        return self._digester.finish(body_sums, self._pool.header_bytes(ref.page_id))
+    def landed_as(self, ref: PageRef, packed_header: bytes) -> bool:
+        """Whether exactly this header, 128 bytes, lies in a slot now: `landed_header` without parsing."""
+        return self._pool.header_bytes(ref.page_id) == packed_header
+
+    def landed_digests(self, refs: Sequence[PageRef], body_sums_n2: npt.NDArray[np.uint64] | None) -> list[int]:
+        """Digests of what lies in these slots now; `body_sums_n2` uint64 [n, 2] if the engine summed while copying."""
+        slots_SU8 = self._pool.slots_SU8
+        ids_n = np.array([ref.page_id for ref in refs], np.int64)
+        if body_sums_n2 is None:
+            body_sums_n2 = self._digester.body_sums_many(slots_SU8, ids_n)
+        digests: list[int] = self._digester.finish_many(body_sums_n2, slots_SU8, ids_n).tolist()
+        return digests
 
     def prepare_landing(self, refs: Sequence[PageRef], owner: int) -> None:
         """An engine is about to write these slots: they must be `owner`'s own open pages that nothing else may write.
