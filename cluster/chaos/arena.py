@@ -1,0 +1,199 @@
+"""The cluster of a chaos run: real workers and a real gateway, with what a controller would do done from here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import grpc.aio
+
+from cluster.chaos.worker import Switchboard, board_path
+from cluster.config import with_secret
+from cluster.gateway.served import ServedModel, Sources
+from cluster.gateway.server import Gateway
+from cluster.launch.build import monotonic_ms
+from cluster.launch.launcher import Launcher
+from cluster.launch.spec import WorkerSpec
+from cluster.launch.up import specs_of
+from cluster.settings import Config
+from genlock.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.errors import GenlockError, Unavailable
+from wire.options import open_channel
+
+READY_TIMEOUT_MS = 60_000
+STATUS_TIMEOUT_S = 2.0
+PORT_TRIES = 50
+PORT_PAUSE_S = 0.1
+
+Place = Callable[[WorkerSpec], WorkerSpec]
+
+
+class Arena:
+    """Owns launcher, workers and gateway. Workers are killed, stopped and started again by name."""
+
+    def __init__(
+        self,
+        config: Config,
+        launcher: Launcher,
+        served: ServedModel,
+        folder: str,
+        report: Callable[[str], None],
+        place: Place = lambda spec: spec,
+    ) -> None:
+        """`place` gives a spec the address where its worker shall listen."""
+        self.config = with_secret(config, os.urandom)
+        self._launcher = launcher
+        self._served = served
+        self._folder = folder
+        self._report = report
+        self._specs = {spec.worker_id: place(spec) for spec in specs_of(self.config)}
+        self._endpoints: dict[str, str] = {}
+        self._pids: dict[str, int] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._gateway: Gateway | None = None
+        self._gateway_lock = asyncio.Lock()
+        self.endpoint = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._specs)
+
+    def board(self, worker_id: str) -> Switchboard:
+        return Switchboard(board_path(self._folder, worker_id))
+
+    async def start(self) -> None:
+        """Raises what the launcher or the gateway raise; `stop` cleans up then."""
+        await self._launcher.open(list(self._specs.values()))
+        await asyncio.gather(*(self._start_worker(spec) for spec in self._specs.values()))
+        await self._start_gateway()
+        await self._ready()
+
+    async def stop(self) -> None:
+        for pid in self._pids.values():  # a stopped process would not hear Ray's word
+            _signal(pid, signal.SIGCONT)
+        for channel in self._channels.values():
+            await channel.close(None)
+        gateway, self._gateway = self._gateway, None
+        try:
+            if gateway is not None:
+                await gateway.stop(0)
+        finally:
+            await self._launcher.close()
+
+    # --- what a fault does ------------------------------------------------------------------------------------------
+
+    def signal(self, worker_id: str, number: signal.Signals) -> None:
+        """Sends a signal to a worker's process."""
+        if not _signal(self._pids[worker_id], number):
+            raise Unavailable("no_process", f"{worker_id} has no process {self._pids[worker_id]}")
+
+    async def revive(self, worker_id: str, pages: int = 0) -> None:
+        """Another life of a killed worker, same name; `pages`: size of its pool, 0 for the configured one."""
+        with contextlib.suppress(GenlockError):
+            await self._launcher.kill(worker_id)
+        spec = self._specs[worker_id]
+        if pages:
+            cache = replace(spec.config.cache, prefill_pages=pages, decode_pages=pages)
+            spec = replace(spec, config=replace(spec.config, cache=cache))
+        if self._gateway is not None:
+            await self._gateway.remove_worker(worker_id)
+        await self._start_worker(spec)
+        async with self._gateway_lock:
+            if self._gateway is not None:
+                with contextlib.suppress(GenlockError):  # a gateway that came up meanwhile knows it
+                    await self._gateway.remove_worker(worker_id)
+                self._gateway.add_worker(worker_id, spec.role, self._endpoints[worker_id])
+
+    async def restart_gateway(self) -> None:
+        """Ends the gateway without a grace; another one comes up on the same port."""
+        async with self._gateway_lock:
+            gateway, self._gateway = self._gateway, None
+            assert gateway is not None, "one restart at a time"
+            await gateway.stop(0)
+            await self._start_gateway()
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    async def status(self, worker_id: str) -> worker_pb2.WorkerStatus:
+        """Raises grpc.aio.AioRpcError."""
+        endpoint = self._endpoints[worker_id]
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = open_channel(endpoint)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return await stub.Status(worker_pb2.WorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
+
+    async def not_at_baseline(self, names: Collection[str]) -> list[str]:
+        """What each of these workers that is not at its baseline still holds; empty when every page is back."""
+
+        async def look(worker_id: str) -> str:
+            try:
+                return unsettled(await self.status(worker_id))
+            except grpc.aio.AioRpcError as error:
+                return f"{worker_id}: {error.code().name}"
+
+        found = await asyncio.gather(*(look(worker_id) for worker_id in names))
+        return [text for text in found if text]
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    async def _start_worker(self, spec: WorkerSpec) -> None:
+        worker_id = spec.worker_id
+        former = self._channels.pop(self._endpoints.pop(worker_id, ""), None)
+        if former is not None:
+            await former.close(None)
+        self._endpoints[worker_id] = await self._launcher.start(spec, self._lost)
+        self._pids[worker_id] = (await self.status(worker_id)).pid
+        self._report(f"{worker_id} is up")
+
+    async def _start_gateway(self) -> None:
+        port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else self.config.api.port
+        config = replace(self.config, api=replace(self.config.api, port=port))
+        for left in reversed(range(PORT_TRIES)):
+            gateway = Gateway(config, self._served, Sources(now_ms=monotonic_ms, random_bytes=os.urandom))
+            try:
+                self.endpoint = await gateway.start()
+                break
+            except Unavailable:  # the former one's port is not free yet
+                await gateway.stop(0)
+                if not left:
+                    raise
+                await asyncio.sleep(PORT_PAUSE_S)
+        for worker_id, endpoint in self._endpoints.items():
+            gateway.add_worker(worker_id, self._specs[worker_id].role, endpoint)
+        self._gateway = gateway
+
+    async def _ready(self) -> None:
+        assert self._gateway is not None, "started"
+        await self._gateway.wait_ready(READY_TIMEOUT_MS)
+
+    def _lost(self, worker_id: str, detail: str) -> None:
+        if self._gateway is not None:
+            with contextlib.suppress(GenlockError):  # it was removed already
+                self._gateway.worker_lost(worker_id, detail)
+
+
+def unsettled(status: worker_pb2.WorkerStatus) -> str:
+    """What a worker still holds, in words; empty at its baseline. Pages of the prefix cache are nobody's."""
+    pool = status.pool
+    back = pool.free + pool.cached == pool.pages
+    idle = not (status.running_requests or status.waiting_requests or status.leases)
+    if back and idle and not pool.quarantined:
+        return ""
+    return (
+        f"{status.worker_id}: {pool.free} free and {pool.cached} cached of {pool.pages} pages, {pool.open} open, "
+        f"{pool.quarantined} in quarantine, {status.running_requests} running, {status.waiting_requests} waiting, "
+        f"{status.leases} leases"
+    )
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True

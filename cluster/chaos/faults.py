@@ -1,0 +1,104 @@
+"""Carries out planned faults on an arena, and heals each one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from cluster.chaos.arena import Arena
+from cluster.chaos.plan import Fault, PlannedFault
+from cluster.chaos.worker import Switch
+
+# Requests that the plan's load already holds; nothing more is to be done.
+_IN_THE_LOAD = frozenset({Fault.CANCEL_STORM, Fault.SLOW_READERS, Fault.SAME_IDS})
+
+
+class Link(Protocol):
+    """What can be done to the link between two hosts."""
+
+    async def cut(self) -> None: ...
+
+    async def slow(self, kbit_per_s: int) -> None: ...
+
+    async def heal(self) -> None: ...
+
+
+class Saboteur:
+    """`done` counts the faults by kind; `errors` are those that could not be carried out or healed."""
+
+    def __init__(self, arena: Arena, link: Link | None) -> None:
+        self._arena = arena
+        self._link = link
+        self.done: Counter[str] = Counter()
+        self.kills = 0
+        self.errors: list[str] = []
+        self.broken: set[str] = set()  # workers that are under a fault now
+
+    async def carry_out(self, fault: PlannedFault) -> None:
+        """Waits for the fault's time, breaks, waits, heals. Never raises for what the cluster answers."""
+        await asyncio.sleep(fault.at_ms / 1000)
+        if fault.target:
+            self.broken.add(fault.target)
+        try:
+            await self._work(fault)
+            self.done[fault.kind.value] += 1
+        except Exception as error:
+            self.errors.append(f"{fault.kind.value} of {fault.target or 'all'}: {error!r}"[:300])
+        finally:
+            self.broken.discard(fault.target)
+
+    async def _work(self, fault: PlannedFault) -> None:
+        if fault.kind in _IN_THE_LOAD:
+            return
+        work: dict[Fault, Callable[[PlannedFault], Awaitable[None]]] = {
+            Fault.KILL: self._kill,
+            Fault.SMALL_POOL: self._kill,
+            Fault.STOP: self._stop,
+            Fault.DISK_FULL: self._switch,
+            Fault.CLOCK_JUMP: self._switch,
+            Fault.FOREIGN_PAGE: self._switch,
+            Fault.GATEWAY_RESTART: lambda _fault: self._arena.restart_gateway(),
+            Fault.LINK_CUT: self._link_fault,
+            Fault.LINK_SLOW: self._link_fault,
+        }
+        await work[fault.kind](fault)
+
+    async def _kill(self, fault: PlannedFault) -> None:
+        self._arena.signal(fault.target, signal.SIGKILL)
+        self.kills += 1
+        await asyncio.sleep(fault.for_ms / 1000)
+        await self._arena.revive(fault.target, fault.amount)
+
+    async def _stop(self, fault: PlannedFault) -> None:
+        self._arena.signal(fault.target, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(fault.for_ms / 1000)
+        finally:
+            self._arena.signal(fault.target, signal.SIGCONT)
+
+    async def _switch(self, fault: PlannedFault) -> None:
+        switch = {
+            Fault.DISK_FULL: Switch.DISK_FULL,
+            Fault.CLOCK_JUMP: Switch.CLOCK_SHIFT_MS,
+            Fault.FOREIGN_PAGE: Switch.FOREIGN_PAGES,
+        }[fault.kind]
+        board = self._arena.board(fault.target)
+        board.set(switch, fault.amount or 1)
+        try:
+            await asyncio.sleep(fault.for_ms / 1000)
+        finally:
+            board.set(switch, 0)
+
+    async def _link_fault(self, fault: PlannedFault) -> None:
+        assert self._link is not None, "planned only where there is a link"
+        try:
+            if fault.kind is Fault.LINK_CUT:
+                await self._link.cut()
+            else:
+                await self._link.slow(fault.amount)
+            await asyncio.sleep(fault.for_ms / 1000)
+        finally:
+            await self._link.heal()

@@ -1,0 +1,23 @@
+"""Two hosts in one: a second network namespace behind a virtual link that can be cut and slowed, with a Ray node of its
+own in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.launch.launcher import Launcher
+from cluster.launch.spec import WorkerBuilder, WorkerSpec
+
+
+class Network:
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    async def cut(self) -> None: ...
+    async def slow(self, kbit_per_s: int) -> None: ...
+    async def heal(self) -> None: ...
+    def launcher(self, builder: WorkerBuilder) -> Launcher: ...
+    def place(self, spec: WorkerSpec) -> WorkerSpec: ...
+
+
+def network_of(engine: str) -> tuple[Any, dict[str, str]]:
+    return None, {"link_cut": "x", "link_slow": "x"}

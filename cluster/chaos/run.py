@@ -1,0 +1,234 @@
+"""One chaos run: an arena, a plan, round after round, a report."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from cluster.chaos.arena import Arena, Place
+from cluster.chaos.faults import Saboteur
+from cluster.chaos.load import Crowd
+from cluster.chaos.network import Network, network_of
+from cluster.chaos.plan import LINK_FAULTS, Ask, Round, Shape, make_plan
+from cluster.chaos.verdict import Report, Seen, Totals, judge
+from cluster.chaos.worker import Switch, build_for_chaos
+from cluster.config import load
+from cluster.gateway.served import ServedModel
+from cluster.launch.launcher import Launcher
+from cluster.launch.ray_launcher import RayLauncher
+from cluster.launch.up import specs_of
+from cluster.selftest.lab import PAGE_TOKENS, Subject, load_subject
+from cluster.settings import Config
+
+DEADLINE_S = 10.0  # of a request; held by the gateway
+SETTLE_S = 20.0  # longest wait for pages after a round
+SETTLE_POLL_S = 0.05
+POOL_PAGES = 96  # less than what eight long requests need: pools run dry
+PROMPT_TOKENS = (64, 160)
+# What must be off for a foreign page to reach an answer.
+RECEIPT_CHECKS = ("header", "prefix_key", "digest", "source_tag")
+NO_REGISTRY = "the registry is in this process's memory: there is no server to kill"
+
+Progress = Callable[[str, float], None]
+
+
+def no_progress(_text: str, _share: float) -> None:
+    """For callers that do not want to hear."""
+
+
+@dataclass(frozen=True)
+class ChaosSettings:
+    """`control`: receipt checks off and foreign pages injected all the time; the run must then fail."""
+
+    shape: Shape
+    engine: str = "shm"
+    model: str = "probe"
+    prefill: int = 2
+    decode: int = 2
+    control: bool = False
+    flags: tuple[tuple[str, object], ...] = ()
+
+    def config(self, nixl_transport: str = "auto") -> Config:
+        """The cluster's settings. Raises InvalidInput."""
+        return load(
+            flags={
+                "model.name": self.model,
+                "cache.page_tokens": PAGE_TOKENS,
+                "cache.prefill_pages": POOL_PAGES,
+                "cache.decode_pages": POOL_PAGES,
+                "transfer.engine": self.engine,
+                "transfer.nixl_transport": nixl_transport,
+                "transfer.timeout_ms": 5000,
+                "transfer.lease_ms": 5000,
+                "workers.prefill": self.prefill,
+                "workers.decode": self.decode,
+                "workers.cpus": 0.1,
+                "workers.status_poll_ms": 200,
+                "workers.status_timeout_ms": 1000,
+                "api.port": 0,
+                "api.default_deadline_ms": int(DEADLINE_S * 1000),
+                **dict(self.flags),
+            }
+        ).config
+
+
+class ChaosRun:
+    """Owns what a run makes; `run` cleans up whatever happens."""
+
+    def __init__(self, settings: ChaosSettings, progress: Progress = no_progress) -> None:
+        self._progress = progress
+        self._totals = Totals()
+        self._back_ms: list[float] = []
+        self._not_back: list[str] = []
+        self._lag_s = 0.0
+        self._network: Network | None
+        self._network, self._skipped = network_of(settings.engine)
+        self._skipped["registry_kill"] = self._skipped["registry_flush"] = NO_REGISTRY
+        self._settings = settings
+        self._config = settings.config("auto" if self._network is None else "tcp")
+        kinds = tuple(k for k in settings.shape.kinds if k not in LINK_FAULTS or self._network is not None)
+        if self._network is not None:
+            kinds = (*kinds, *(k for k in sorted(LINK_FAULTS) if k not in kinds))
+        names = tuple(spec.worker_id for spec in specs_of(self._config))
+        self._shape = replace(settings.shape, kinds=kinds, workers=names)
+
+    async def run(self) -> Report:
+        """Raises what the start of a cluster raises; what happens after that is in the report."""
+        plan = make_plan(self._shape)
+        self._progress("computing the oracle's answers", 0.0)
+        subject = await asyncio.to_thread(load_subject, self._settings.model)
+        prompts, answers = await asyncio.to_thread(catalogue, subject, self._shape)
+        folder = tempfile.mkdtemp(prefix="genlock-chaos-")
+        off = RECEIPT_CHECKS if self._settings.control else ()
+        builder = functools.partial(build_for_chaos, folder, off)
+        launcher: Launcher = RayLauncher(builder)
+        place: Place = lambda spec: spec  # noqa: E731 # replaced where there is a network
+        if self._network is not None:
+            launcher, place = self._network.launcher(builder), self._network.place
+        served = ServedModel(subject.model.info, subject.tokenizer)
+        arena = Arena(self._config, launcher, served, folder, lambda text: self._progress(text, 0.0), place)
+        saboteur = Saboteur(arena, self._network)
+        begin = time.monotonic()
+        try:
+            if self._network is not None:
+                await self._network.start()
+            await arena.start()
+            begin = time.monotonic()
+            crowd = Crowd(arena.endpoint, prompts, DEADLINE_S)
+            try:
+                rounds = await self._rounds(plan, arena, saboteur, crowd, answers)
+            finally:
+                await crowd.close()
+            return self._report(arena, saboteur, rounds, time.monotonic() - begin)
+        finally:
+            await arena.stop()
+            if self._network is not None:
+                await self._network.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    async def _rounds(
+        self, plan: Sequence[Round], arena: Arena, saboteur: Saboteur, crowd: Crowd, answers: Sequence[tuple[int, ...]]
+    ) -> int:
+        """Plays rounds until the time is over, at least one; returns how many."""
+        limit_s = self._shape.minutes * 60
+        begin = time.monotonic()
+        if self._settings.control:
+            for name in arena.names:
+                arena.board(name).set(Switch.FOREIGN_PAGES, 1)
+        for number, played in enumerate(plan):
+            if number and time.monotonic() - begin >= limit_s:
+                return number
+            share = min(1.0, (time.monotonic() - begin) / limit_s)
+            self._progress(f"round {number + 1}: {', '.join(f.kind.value for f in played.faults) or 'no fault'}", share)
+            await self._round(number, played, arena, saboteur, crowd, answers)
+        return len(plan)
+
+    async def _round(
+        self, number: int, played: Round, arena: Arena, saboteur: Saboteur, crowd: Crowd,
+        answers: Sequence[tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        def sent() -> None:
+            self._totals.sent += 1
+
+        def ended(ask: Ask, seen: Seen) -> None:
+            self._totals.count(seen, judge(answers[ask.prompt_no][: ask.answer_tokens], seen))
+
+        faults = [asyncio.create_task(saboteur.carry_out(fault)) for fault in played.faults]
+        try:
+            await crowd.run(played.asks, sent, ended)
+            # Timed on the workers that no fault holds now; those have to be back, too, once they are healed.
+            begin = time.monotonic()
+            await self._settle(arena, lambda: set(arena.names) - saboteur.broken)
+            self._back_ms.append((time.monotonic() - begin) * 1000)
+            await asyncio.gather(*faults)
+        finally:
+            for task in faults:
+                task.cancel()
+        self._lag_s = max(self._lag_s, crowd.lag_s)
+        left = await self._settle(arena, lambda: set(arena.names))
+        if left:
+            self._not_back.append(f"round {number + 1}: {'; '.join(left)}")
+
+    async def _settle(self, arena: Arena, names: Callable[[], Collection[str]]) -> list[str]:
+        """Waits for the baseline of these workers, within the limit. Returns what is not back."""
+        deadline = time.monotonic() + SETTLE_S
+        while left := await arena.not_at_baseline(names()):
+            if time.monotonic() >= deadline:
+                return left
+            await asyncio.sleep(SETTLE_POLL_S)
+        return []
+
+    def _report(self, arena: Arena, saboteur: Saboteur, rounds: int, seconds: float) -> Report:
+        totals = self._totals
+        boards = [arena.board(name) for name in arena.names]
+        return Report(
+            seed=self._shape.seed,
+            minutes=self._shape.minutes,
+            seconds=round(seconds, 1),
+            engine=self._settings.engine,
+            model=self._settings.model,
+            rounds=rounds,
+            sent=totals.sent,
+            ok=totals.ok,
+            cancels=totals.cancels,
+            errors_by_cause=dict(sorted(totals.errors_by_cause.items())),
+            hung=totals.hung,
+            wrong=totals.wrong,
+            foreign_tokens=totals.foreign_tokens,
+            untyped=totals.untyped,
+            tokens=totals.tokens,
+            kills=saboteur.kills,
+            faults=dict(sorted(saboteur.done.items())),
+            skipped=self._skipped,
+            fault_errors=tuple(saboteur.errors),
+            pages_back=not self._not_back,
+            pages_back_ms={"p50": round(median(self._back_ms), 1), "max": round(max(self._back_ms), 1)},
+            not_back=tuple(self._not_back),
+            refused_log_lines=sum(board.get(Switch.REFUSED_LINES) for board in boards),
+            foreign_pages=sum(board.get(Switch.INJECTED_PAGES) for board in boards),
+            loop_lag_ms=round(self._lag_s * 1000, 1),
+            adds_up=totals.add_up,
+        )
+
+
+def catalogue(subject: Subject, shape: Shape) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The prompts of a run, each hiding its own marker in its last tokens, and the oracle's answers. Half of the
+    prompts begin like their neighbour, so that pages are shared."""
+    low, high = PROMPT_TOKENS
+    prompts: list[tuple[int, ...]] = []
+    for number in range(shape.prompts):
+        length = low + (high - low) * number // max(1, shape.prompts - 1)
+        prompt = subject.prompt(f"{shape.seed}.{number}", length)
+        if number % 2:
+            shared = min(length - low, 32)
+            prompt = prompts[-1][:shared] + prompt[shared:]
+        prompts.append(prompt)
+    return prompts, [subject.answer(prompt, shape.answer_tokens[1]).tokens for prompt in prompts]

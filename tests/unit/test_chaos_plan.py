@@ -1,0 +1,73 @@
+"""The plan of a chaos run is a function of its seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from cluster.chaos.plan import LINK_FAULTS, OF_WORKERS, Behaviour, Fault, Shape, make_plan
+from kvstore.errors import InvalidInput
+
+SHAPE = Shape(seed=3, minutes=4)
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_seed_another():
+    assert make_plan(SHAPE) == make_plan(Shape(seed=3, minutes=4))
+    assert make_plan(SHAPE) != make_plan(replace(SHAPE, seed=4))
+
+
+def test_a_longer_run_begins_as_the_shorter_one():
+    assert make_plan(SHAPE)[:5] == make_plan(replace(SHAPE, minutes=1))
+
+
+def test_every_kind_comes_before_any_comes_twice():
+    kinds = [f.kind for played in make_plan(replace(SHAPE, faults_per_round=1)) for f in played.faults]
+    assert set(kinds[: len(SHAPE.kinds)]) == set(SHAPE.kinds)
+    assert not LINK_FAULTS & set(kinds)
+
+
+@pytest.mark.parametrize("workers", [SHAPE.workers, ("prefill-0", "decode-0")])
+def test_a_worker_has_one_fault_of_its_own_in_a_round(workers: tuple[str, ...]):
+    for played in make_plan(replace(SHAPE, workers=workers, faults_per_round=8)):
+        targets = Counter(f.target for f in played.faults if f.kind in OF_WORKERS)
+        assert set(targets) <= set(workers)
+        assert all(count == 1 for count in targets.values())
+
+
+def test_faults_and_requests_lie_inside_their_round_and_requests_are_numbered_through():
+    numbers = []
+    for played in make_plan(SHAPE):
+        assert all(0 < f.at_ms < SHAPE.round_ms for f in played.faults)
+        assert [a.at_ms for a in played.asks] == sorted(a.at_ms for a in played.asks)
+        assert all(0 <= a.prompt_no < SHAPE.prompts for a in played.asks)
+        numbers += [a.number for a in played.asks]
+    assert numbers == list(range(len(numbers)))
+
+
+def test_requests_come_at_the_rate_that_was_asked_for():
+    plan = make_plan(replace(SHAPE, minutes=20, faults_per_round=0))
+    asks = sum(len(played.asks) for played in plan)
+    assert asks == pytest.approx(20 * 60 * SHAPE.rate_per_s, rel=0.1)
+
+
+def test_a_storm_of_cancels_leaves_in_both_ways_and_a_flood_of_ids_has_one_label():
+    only = replace(SHAPE, kinds=(Fault.CANCEL_STORM,), faults_per_round=1, rate_per_s=0.01)
+    behaviours = {a.behaviour for a in make_plan(only)[0].asks}
+    assert {Behaviour.LEAVES, Behaviour.ABORTS} <= behaviours
+    only = replace(only, kinds=(Fault.SAME_IDS,))
+    assert Counter(a.label for a in make_plan(only)[0].asks).most_common(1)[0][1] >= 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("minutes", 0), ("minutes", float("nan")), ("minutes", 1e9), ("rate_per_s", 0), ("rate_per_s", float("inf")),
+        ("prompts", 1), ("round_ms", 10), ("answer_tokens", (5, 4)), ("kinds", (Fault.KILL, Fault.KILL)),
+    ],
+)  # fmt: skip
+def test_a_shape_that_cannot_be_is_refused(field: str, value: object):
+    with pytest.raises(InvalidInput) as refused:
+        replace(SHAPE, **{field: value})
+    assert refused.value.reason == "bad_chaos"
