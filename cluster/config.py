@@ -160,7 +160,8 @@ def _parse(key: str, raw: object, spec: dataclasses.Field[Any], source: str) -> 
     rules = spec.metadata
 
     def bad(fix: str) -> InvalidInput:
-        shown = MASK if rules["secret"] else repr(raw)[:80]
+        # A URL may carry a password where it should not.
+        shown = MASK if rules["secret"] else re.sub(r"://[^/]*@", f"://{MASK}@", repr(raw)[:80])
         return InvalidInput("bad_setting", f"{key} = {shown} ({source}): {fix}", field=key)
 
     blank = rules["empty"] is not None and (raw is None or (isinstance(raw, str) and not raw.strip()))
