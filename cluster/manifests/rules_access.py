@@ -66,7 +66,7 @@ def services_hit_ports(documents: Sequence[Document]) -> Found:
 def budgets_count(documents: Sequence[Document]) -> Found:
     """Budgets select pods. For those of a RayCluster Kubernetes takes nothing but a number as minAvailable."""
     for budget in of_kind(documents, "PodDisruptionBudget"):
-        spec = budget.get("spec", {})
+        spec = get(budget, "spec", default={})
         chosen = [pod for pod in pods(documents) if selects(get(spec, "selector", default={}), pod.labels)]
         if not chosen:
             yield name_of(budget), "selects no pod"
@@ -117,7 +117,7 @@ def one_controller(documents: Sequence[Document]) -> Found:
     """Two controllers would decide against each other, also for the length of a rolling update."""
     found = [d for d in of_kind(documents, "Deployment") if _component(d) == "controller"]
     for document in found:
-        spec = document.get("spec", {})
+        spec = get(document, "spec", default={})
         if spec.get("replicas") != 1 or get(spec, "strategy", "type") != "Recreate":
             yield name_of(document), "must have replicas: 1 and strategy Recreate"
     if not found and any(pod.is_worker for pod in pods(documents)):
@@ -134,7 +134,7 @@ def least_rights(documents: Sequence[Document]) -> Found:
             good = (
                 rule.get("apiGroups") == ["ray.io"]
                 and rule.get("resources") == ["rayclusters"]
-                and set(rule.get("verbs", ())) <= {"get", "patch"}
+                and set(get(rule, "verbs", default=())) <= {"get", "patch"}
                 and bool(rule.get("resourceNames"))
                 and set(rule["resourceNames"]) <= clusters
             )

@@ -34,12 +34,12 @@ def name_of(document: Document) -> str:
 
 
 def get(value: Any, *path: str, default: Any = None) -> Any:
-    """The value at a path of keys, or `default` where the path ends early."""
+    """The value at a path of keys, or `default` where the path ends early or at null."""
     for key in path:
         if not isinstance(value, Mapping) or key not in value:
             return default
         value = value[key]
-    return value
+    return default if value is None else value
 
 
 def items(value: Any, *path: str) -> Iterator[Document]:

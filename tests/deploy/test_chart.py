@@ -1,0 +1,249 @@
+"""The chart renders with every shipped values file, and what comes out is what Kubernetes and KubeRay take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from cluster.cli.main import COMMANDS, cli
+from cluster.config import load
+from cluster.manifests.chart import assignment, merged, render
+from cluster.manifests.rules import check
+from kvstore.errors import InvalidInput
+from tests.support import manifests as support
+from tests.support.manifests import DEFAULTS, KUBERNETES, SHIPPED, container, group, manifests, need, one
+
+CORE = ["v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1"]
+
+
+def with_values(*assignments: str, name: str = "genlock") -> list[dict[str, Any]]:
+    need("helm_python")
+    values = merged(assignment(text) for text in assignments)
+    return list(render(values, name=name, namespace="llm").documents)
+
+
+def values_of(name: str) -> dict[str, Any]:
+    return {} if name == DEFAULTS else dict(support.read_values(support.values_path(name)))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_rule_holds(name: str) -> None:
+    assert check(manifests(name)) == ()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_helm_lints_it(name: str) -> None:
+    need("helm_python")
+    import helm_python
+
+    report = helm_python.lint(str(support.CHART), values_of(name), strict=True)
+    assert report["errors"] == []
+    assert [entry["error"] for entry in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [*((name, KUBERNETES[1]) for name in SHIPPED), ("h100-8-nodes", KUBERNETES[0])]
+)
+def test_kubernetes_takes_its_own_kinds(name: str, version: str) -> None:
+    need("kubernetes_validate")
+    import kubernetes_validate
+
+    core = [document for document in manifests(name) if document["apiVersion"] in CORE]
+    assert len(core) >= 14
+    for document in [*core, *pod_templates(manifests(name))]:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def pod_templates(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    spec = one(documents, "RayCluster")["spec"]
+    templates = [spec["headGroupSpec"]["template"], *(entry["template"] for entry in spec["workerGroupSpecs"])]
+    return [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+        for template in templates
+    ]
+
+
+def test_kubernetes_refuses_what_it_does_not_know() -> None:
+    need("kubernetes_validate")
+    import kubernetes_validate
+
+    template = pod_templates(manifests())[1]
+    template["template"]["spec"]["terminationGracePeriodSecond"] = 5
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(template, KUBERNETES[1], strict=True)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_essentials_of_the_ray_cluster(name: str) -> None:
+    need("jsonschema")
+    schema = yaml.safe_load(support.ESSENTIALS.read_text())
+    assert support.schema_errors(schema, one(manifests(name), "RayCluster")) == []
+
+
+def broken_clusters() -> list[tuple[str, Any]]:
+    def change(path: str, value: object) -> Any:
+        def apply(cluster: dict[str, Any]) -> None:
+            *way, last = path.split(".")
+            for key in way:
+                cluster = cluster[int(key)] if key.isdigit() else cluster[key]  # type: ignore[index]
+            cluster[last] = value
+
+        return apply
+
+    return [
+        ("mode", change("spec.authOptions.mode", "tokens")),
+        ("replicas", change("spec.workerGroupSpecs.0.replicas", "2")),
+        ("unknown", change("spec.workerGroupSpecs.0.scale", 2)),
+        ("text", change("spec.headGroupSpec.rayStartParams.num-cpus", 0)),
+        ("backend", change("spec.gcsFaultToleranceOptions.backend", "etcd")),
+    ]
+
+
+@pytest.mark.parametrize(("what", "apply"), broken_clusters())
+def test_essentials_refuse(what: str, apply: Any) -> None:
+    need("jsonschema")
+    cluster = one(manifests(), "RayCluster")
+    apply(cluster)
+    assert support.schema_errors(yaml.safe_load(support.ESSENTIALS.read_text()), cluster), what
+    if (path := support.crd_path()) is not None:
+        assert support.schema_errors(support.strict(support.crd_schema(path)), cluster), what
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_crd_itself(name: str) -> None:
+    path = support.crd_path()
+    if path is None:
+        pytest.skip(f"KubeRay's CRD is not here: name it in {support.CRD_VARIABLE} or put it at {support.CRD_FILE}")
+    need("jsonschema")
+    need("cel")
+    schema = support.crd_schema(path)
+    cluster = support.with_defaults(one(manifests(name), "RayCluster"), schema)
+    cluster["metadata"] = {"name": "genlock"}
+    open_metadata = support.strict(schema)
+    open_metadata["properties"]["metadata"] = {"type": "object"}
+    assert support.schema_errors(open_metadata, cluster) == []
+    assert list(support.cel_errors(schema, cluster)) == []
+    cluster["spec"]["managedBy"] = "somebody"
+    assert list(support.cel_errors(schema, cluster))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_settings_file_says_what_the_values_say(name: str) -> None:
+    documents = manifests(name)
+    text = one(documents, "ConfigMap")["data"]["genlock.yaml"]
+    loaded = load(file_text=text)
+    given = values_of(name).get("settings", {})
+    for section, fields in given.items():
+        for field, value in fields.items():
+            assert getattr(getattr(loaded.config, section), field) == value
+    assert loaded.config.workers.prefill == group(documents, "prefill")["replicas"]
+    assert loaded.config.api.http_port == 8000
+
+
+def test_large_numbers_stay_numbers() -> None:
+    documents = with_values("settings.cache.prefill_pages=4194304", "settings.workers.cpus=0.25")
+    config = load(file_text=one(documents, "ConfigMap")["data"]["genlock.yaml"]).config
+    assert (config.cache.prefill_pages, config.workers.cpus) == (4194304, 0.25)
+
+
+def test_grace_follows_the_drain_limit() -> None:
+    documents = with_values("settings.workers.drain_timeout_ms=600001", "terminationMarginSeconds=60")
+    for role in ("prefill", "decode"):
+        assert group(documents, role)["template"]["spec"]["terminationGracePeriodSeconds"] == 601 + 60
+    gateway = one(documents, "Deployment", "genlock-gateway")["spec"]["template"]["spec"]
+    assert gateway["terminationGracePeriodSeconds"] == 601 + 60 + 10
+
+
+def test_one_group_may_differ_in_size_only() -> None:
+    documents = with_values("prefill.cpu=8", "prefill.gpus=2")
+    sizes = [container(group(documents, role)["template"])["resources"]["limits"] for role in ("prefill", "decode")]
+    assert sizes[0]["cpu"] == "8"
+    assert sizes[0]["nvidia.com/gpu"] == "2"
+    assert sizes[1]["cpu"] == "2"
+    assert check(documents) == ()
+
+
+def test_an_external_registry() -> None:
+    documents = with_values("redis.bundled=false", "redis.address=cache.example:6380", "redis.tls=true")
+    assert not [document for document in documents if document["kind"] == "StatefulSet"]
+    options = one(documents, "RayCluster")["spec"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://cache.example:6380"
+    variables = container(group(documents, "decode")["template"])["env"]
+    assert {"name": "GENLOCK_REGISTRY_URL", "value": "rediss://cache.example:6380/0"} in variables
+
+
+def test_another_release_name_reaches_everything() -> None:
+    documents = with_values(name="blue")
+    assert check(documents) == ()
+    assert all(document["metadata"]["name"].startswith("blue-genlock") for document in documents)
+    assert one(documents, "Role")["rules"][0]["resourceNames"] == ["blue-genlock"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("image.tag=latest", "/image/tag"),
+        ("prefill.replicas=0", "/prefill/replicas"),
+        ("prefil.replicas=1", "prefil"),
+        ("prefill.maxReplicas=1 prefill.minReplicas=2", "prefill.maxReplicas must not be below"),
+        ("settings.cluster.secret=00", "/settings/cluster"),
+        ("terminationMarginSeconds=0", "/terminationMarginSeconds"),
+        ("redis.bundled=false", "redis.address (host:port) is needed"),
+        ("prefill.hugepages2Mi=many", "/prefill/hugepages2Mi"),
+        ("ports.grpc=70000", "/ports/grpc"),
+    ],
+)
+def test_values_that_the_chart_refuses(change: str, says: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        with_values(*change.split())
+    assert says in caught.value.message
+
+
+def test_the_schema_knows_every_default() -> None:
+    """A value without a rule would be taken whatever it is."""
+    schema = json.loads((support.CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((support.CHART / "values.yaml").read_text())
+
+    def walk(value: Any, rules: dict[str, Any], path: str) -> list[str]:
+        rules = schema["definitions"]["group"] if "$ref" in rules else rules
+        if not isinstance(value, dict) or "properties" not in rules or rules.get("additionalProperties") is not False:
+            return []
+        missing = [f"{path}.{key}" for key in set(value) ^ set(rules["properties"]) - {"global"}]
+        return missing + [
+            name
+            for key, entry in value.items()
+            if key in rules["properties"]
+            for name in walk(entry, rules["properties"][key], f"{path}.{key}")
+        ]
+
+    assert walk(values, schema, "") == []
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_commands_in_manifests_are_commands(name: str) -> None:
+    """What containers run is what the command line knows."""
+    lines = genlock_lines(manifests(name))
+    for command, *arguments in lines:
+        if command in COMMANDS:
+            known = cli.get_command(click.Context(cli), command)
+            assert known is not None
+            known.make_context(command, list(arguments))
+    missing = sorted({line[0] for line in lines} - set(COMMANDS))
+    if missing:
+        pytest.skip(f"not part of this version: genlock {', '.join(missing)}")
+
+
+def genlock_lines(documents: list[dict[str, Any]]) -> list[list[str]]:
+    lines = []
+    for document in documents:
+        if document["kind"] == "Deployment":
+            entry = container(document["spec"]["template"])
+            lines.append(entry["args"])
+    for role in ("prefill", "decode"):
+        command = container(group(documents, role)["template"])["lifecycle"]["preStop"]["exec"]["command"]
+        lines.append(command[-1].removeprefix("exec genlock ").replace('"', "").split())
+    return lines
