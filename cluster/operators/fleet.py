@@ -1,0 +1,293 @@
+"""The fleet's RPCs on a controller in this process: checked requests in, messages out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+from google.protobuf.message import Message
+
+from cluster.autoscale.policy import leaves, policy_from, text_of
+from cluster.control.api import Change, FleetControl, FleetView
+from cluster.operators.convert import (
+    at_least,
+    change_of,
+    event_message,
+    fleet_message,
+    names_of,
+    node_message,
+    worker_message,
+)
+from genlock.v1 import operator_pb2 as pb
+from kvstore.errors import InvalidInput, NotFound
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 10_000
+WATCH_POLL_S = 0.3
+MAX_APPLY_CHARS = 65_536
+MAX_WORKERS = 4096
+# What a text that is applied may name.
+APPLIED = ("prefill", "decode", "autoscale")
+
+Operation = Callable[[Any, str], Awaitable[Message]]
+
+
+class FleetOperations:
+    """One method for each RPC: `(request, actor)`. Raises what FleetControl raises, and InvalidInput for the request's
+    own fields."""
+
+    def __init__(self, control: FleetControl, now_ms: Callable[[], float]) -> None:
+        """`now_ms`: Unix milliseconds, for `since_ms` of events."""
+        self._control = control
+        self._now_ms = now_ms
+
+    async def call(self, name: str, request: Any, actor: str) -> Message:
+        """The RPC of that name."""
+        operation: Operation = getattr(self, _METHODS[name])
+        return await operation(request, actor)
+
+    async def watch(self, request: pb.ListEventsRequest, _actor: str) -> AsyncIterator[pb.FleetEvent]:
+        """Events as they come, for ever."""
+        after = request.after
+        while True:
+            page = await self.list_events(
+                pb.ListEventsRequest(after=after, limit=MAX_LIMIT, since_ms=request.since_ms), ""
+            )
+            for event in page.events:
+                after = event.sequence
+                yield event
+            await asyncio.sleep(WATCH_POLL_S)
+
+    async def get_fleet(self, _request: pb.GetFleetRequest, _actor: str) -> pb.FleetView:
+        return fleet_message(await self._control.view())
+
+    async def list_nodes(self, _request: pb.ListNodesRequest, _actor: str) -> pb.ListNodesResponse:
+        return pb.ListNodesResponse(nodes=[node_message(row) for row in await self._control.nodes()])
+
+    async def list_events(self, request: pb.ListEventsRequest, _actor: str) -> pb.ListEventsResponse:
+        limit = min(MAX_LIMIT, at_least(request.limit, 0, "limit") or DEFAULT_LIMIT)
+        oldest_ms = self._now_ms() - request.since_ms if request.since_ms else 0
+        # The last ones, where no start is named.
+        events = await self._control.events(at_least(request.after, 0, "after"), MAX_LIMIT)
+        recent = [event for event in events if event.at_ms >= oldest_ms]
+        return pb.ListEventsResponse(
+            events=[event_message(event) for event in (recent[:limit] if request.after else recent[-limit:])]
+        )
+
+    async def describe_worker(self, request: pb.DescribeWorkerRequest, _actor: str) -> pb.DescribeWorkerResponse:
+        view = await self._control.view()
+        rows = {row.worker_id: row for row in view.workers}
+        if request.worker_id not in rows:
+            known = ", ".join(sorted(rows)) or "none"
+            raise NotFound("unknown_worker", f"no worker {request.worker_id[:64]!r}; known: {known}", field="worker_id")
+        events = await self._control.events(0, MAX_LIMIT)
+        own = [event_message(event) for event in events if event.subject == request.worker_id]
+        return pb.DescribeWorkerResponse(worker=worker_message(rows[request.worker_id]), events=own[-DEFAULT_LIMIT:])
+
+    async def scale(self, request: pb.ScaleRequest, actor: str) -> pb.ScaleResponse:
+        prefill = _count(request, "prefill")
+        decode = _count(request, "decode")
+        if prefill is None and decode is None:
+            raise InvalidInput("bad_request", "name prefill, decode or both", field="prefill")
+        plan = await self._control.scale(
+            prefill,
+            decode,
+            change_of(request.mutation, actor),
+            current=(_count(request, "current_prefill"), _count(request, "current_decode")),
+        )
+        return pb.ScaleResponse(
+            fleet=fleet_message(plan.fleet),
+            removed=plan.removed,
+            added_prefill=plan.added_prefill,
+            added_decode=plan.added_decode,
+        )
+
+    async def cordon(self, request: pb.CordonRequest, actor: str) -> pb.FleetView:
+        return await self._cordon(request, actor, True)
+
+    async def uncordon(self, request: pb.CordonRequest, actor: str) -> pb.FleetView:
+        return await self._cordon(request, actor, False)
+
+    async def drain(self, request: pb.DrainWorkersRequest, actor: str) -> pb.FleetView:
+        workers, nodes = _targets(request)
+        view = await self._control.drain(
+            workers,
+            nodes,
+            change_of(request.mutation, actor),
+            deadline_ms=at_least(request.deadline_ms, 0, "deadline_ms"),
+            force=request.force,
+            replace=request.replace,
+        )
+        return fleet_message(view)
+
+    async def restart(self, request: pb.RestartRequest, actor: str) -> pb.FleetView:
+        (worker,) = names_of([request.worker], "worker")
+        view = await self._control.restart(
+            worker,
+            change_of(request.mutation, actor),
+            deadline_ms=at_least(request.deadline_ms, 0, "deadline_ms"),
+            force=request.force,
+        )
+        return fleet_message(view)
+
+    async def apply(self, request: pb.ApplyRequest, actor: str) -> pb.ApplyResponse:
+        wanted = _applied(request.text)
+        change = change_of(request.mutation, actor)
+        view = await self._control.view()
+        changes = _differences(view, wanted)
+        moved = {item.field.partition(".")[0] for item in changes}
+        if moved & {"prefill", "decode"}:
+            part = _part(change, "counts")
+            view = (await self._control.scale(wanted.get("prefill"), wanted.get("decode"), part)).fleet
+            # What the caller saw has moved by this part.
+            change = replace(change, expected_revision=0 if change.dry_run else view.desired.revision)
+        if "autoscale" in moved:
+            view = await self._control.set_autoscale(wanted["autoscale"], None, _part(change, "autoscale"))
+        return pb.ApplyResponse(fleet=fleet_message(view), changes=changes)
+
+    async def get_autoscale(self, _request: pb.GetAutoscaleRequest, _actor: str) -> pb.AutoscaleView:
+        return await self._autoscale(await self._control.view())
+
+    async def set_autoscale(self, request: pb.SetAutoscaleRequest, actor: str) -> pb.AutoscaleView:
+        view = await self._control.view()
+        text = ""
+        if request.policy.strip():
+            base = policy_from(view.desired.autoscale) if request.merge and view.desired.autoscale else None
+            text = text_of(policy_from(request.policy, base))
+        changes = _policy_changes(view.desired.autoscale, text)
+        view = await self._control.set_autoscale(text, None, change_of(request.mutation, actor))
+        message = await self._autoscale(view)
+        message.changes.extend(changes)
+        return message
+
+    async def pause_autoscale(self, request: pb.PauseAutoscaleRequest, actor: str) -> pb.AutoscaleView:
+        return await self._pause(request, actor, True)
+
+    async def resume_autoscale(self, request: pb.PauseAutoscaleRequest, actor: str) -> pb.AutoscaleView:
+        return await self._pause(request, actor, False)
+
+    async def explain_autoscale(self, request: pb.ExplainAutoscaleRequest, _actor: str) -> pb.ExplainAutoscaleResponse:
+        limit = min(MAX_LIMIT, at_least(request.limit, 0, "limit") or 10)
+        kept = await self._control.decisions(limit)
+        return pb.ExplainAutoscaleResponse(decisions=[pb.AutoscaleDecision.FromString(one) for one in kept])
+
+    async def _cordon(self, request: pb.CordonRequest, actor: str, on: bool) -> pb.FleetView:
+        workers, nodes = _targets(request)
+        return fleet_message(await self._control.cordon(workers, nodes, on, change_of(request.mutation, actor)))
+
+    async def _pause(self, request: pb.PauseAutoscaleRequest, actor: str, paused: bool) -> pb.AutoscaleView:
+        view = await self._control.view()
+        change = change_of(request.mutation, actor)
+        return await self._autoscale(await self._control.set_autoscale(view.desired.autoscale, paused, change))
+
+    async def _autoscale(self, view: FleetView) -> pb.AutoscaleView:
+        desired = view.desired
+        message = pb.AutoscaleView(
+            enabled=bool(desired.autoscale),
+            paused=desired.autoscale_paused,
+            policy=desired.autoscale,
+            revision=desired.revision,
+        )
+        for newest in await self._control.decisions(1):
+            message.last.CopyFrom(pb.AutoscaleDecision.FromString(newest))
+        return message
+
+
+# RPC -> method.
+_METHODS: Mapping[str, str] = MappingProxyType({
+    "GetFleet": "get_fleet",
+    "ListNodes": "list_nodes",
+    "ListEvents": "list_events",
+    "DescribeWorker": "describe_worker",
+    "Scale": "scale",
+    "Cordon": "cordon",
+    "Uncordon": "uncordon",
+    "Drain": "drain",
+    "Restart": "restart",
+    "Apply": "apply",
+    "GetAutoscale": "get_autoscale",
+    "SetAutoscale": "set_autoscale",
+    "PauseAutoscale": "pause_autoscale",
+    "ResumeAutoscale": "resume_autoscale",
+    "ExplainAutoscale": "explain_autoscale",
+})  # fmt: skip
+FLEET_RPCS = tuple(_METHODS)
+
+
+def _count(request: pb.ScaleRequest, field: str) -> int | None:
+    if not request.HasField(field):  # type: ignore[arg-type]  # one of the optional fields
+        return None
+    value: int = getattr(request, field)
+    if not 0 <= value <= MAX_WORKERS:
+        raise InvalidInput("bad_request", f"{field} = {value} must be from 0 to {MAX_WORKERS}", field=field)
+    return value
+
+
+def _targets(request: pb.CordonRequest | pb.DrainWorkersRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    workers, nodes = names_of(request.workers, "workers"), names_of(request.nodes, "nodes")
+    if not workers and not nodes:
+        raise InvalidInput("bad_request", "name at least one worker or node", field="workers")
+    return workers, nodes
+
+
+def _part(change: Change, name: str) -> Change:
+    """Two changes under one key would be taken for one."""
+    key = change.idempotency_key
+    return replace(change, idempotency_key=f"{key}/{name}" if key else "")
+
+
+def _applied(text: str) -> dict[str, Any]:
+    """What a text wants: counts, and the policy as canonical YAML. Raises InvalidInput naming the field."""
+    if len(text) > MAX_APPLY_CHARS:
+        raise InvalidInput("bad_cluster_file", f"more than {MAX_APPLY_CHARS} characters", field="text")
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())[:200]
+        raise InvalidInput("bad_cluster_file", f"no YAML: {where}", field="text") from error
+    if not isinstance(tree, dict) or not tree:
+        raise InvalidInput("bad_cluster_file", f"expected a mapping with {', '.join(APPLIED)}", field="text")
+    wanted: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in APPLIED:
+            raise InvalidInput(
+                "bad_cluster_file", f"{str(name)[:64]} is no field; known: {', '.join(APPLIED)}", field=str(name)[:64]
+            )
+        if name == "autoscale":
+            wanted[name] = text_of(policy_from(yaml.safe_dump(value))) if value else ""
+        elif isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_WORKERS:
+            raise InvalidInput(
+                "bad_cluster_file",
+                f"{name} = {str(value)[:40]} must be a whole number from 0 to {MAX_WORKERS}",
+                field=name,
+            )
+        else:
+            wanted[name] = value
+    return wanted
+
+
+def _differences(view: FleetView, wanted: Mapping[str, Any]) -> list[pb.Change]:
+    changes = []
+    for name in ("prefill", "decode"):
+        before = getattr(view.desired, name)
+        if name in wanted and wanted[name] != before:
+            changes.append(pb.Change(field=name, before=str(before), after=str(wanted[name])))
+    if "autoscale" in wanted:
+        changes.extend(_policy_changes(view.desired.autoscale, wanted["autoscale"]))
+    return changes
+
+
+def _policy_changes(before: str, after: str) -> list[pb.Change]:
+    """Field by field; a policy that comes or goes is one change."""
+    if not before or not after:
+        if before == after:
+            return []
+        shown = ("on" if before else "off", "on" if after else "off")
+        return [pb.Change(field="autoscale", before=shown[0], after=shown[1])]
+    old, new = leaves(policy_from(before)), leaves(policy_from(after))
+    moved = [name for name in new if old[name] != new[name]]
+    return [pb.Change(field=f"autoscale.{name}", before=old[name], after=new[name]) for name in moved]
