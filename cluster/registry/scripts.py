@@ -64,16 +64,19 @@ return out
 
 # KEYS desired (hash: revision, state, writer); ARGV expected, carried, JSON, writer.
 # Returns {1 or 0, the revision that is kept now}. The same writer twice is one change: its first answer was lost.
-REPLACE_DESIRED = """
+# The new revision is above all that are told and, since a flush forgets the stored one, above the time in milliseconds.
+REPLACE_DESIRED = (
+    _NOW
+    + """
 local kept = redis.call('HMGET', KEYS[1], 'revision', 'writer')
 local current = tonumber(kept[1] or '0') or 0
 if kept[2] == ARGV[4] then return {1, string.format('%.0f', current)} end
 if current ~= tonumber(ARGV[1]) then return {0, string.format('%.0f', current)} end
-local floor = tonumber(redis.call('TIME')[1])
-local revision = string.format('%.0f', math.max(current, tonumber(ARGV[1]), tonumber(ARGV[2]), floor) + 1)
+local revision = string.format('%.0f', math.max(current, tonumber(ARGV[1]), tonumber(ARGV[2]), now) + 1)
 redis.call('HSET', KEYS[1], 'revision', revision, 'state', ARGV[3], 'writer', ARGV[4])
 return {1, revision}
 """
+)
 
 # KEYS events (stream); ARGV JSON, writer, most events. Returns the sequence number: above the last one and, since a
 # flush forgets that, not below the time in milliseconds.

@@ -27,20 +27,26 @@ def free_port() -> int:
 
 
 class Valkey:
-    """One server process. `options`: further options of its command line."""
+    """One server process. `options`: further options of its command line; `first`: what stands before all others, as
+    the configuration of a sentinel."""
 
-    def __init__(self, folder: Path, options: Sequence[str] = (), password: str = "") -> None:
+    def __init__(
+        self, folder: Path, options: Sequence[str] = (), password: str = "", first: Sequence[str] = ()
+    ) -> None:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder
+        self._first = list(first)
         self._password = password
         self._options = [*options, *(("--requirepass", password) if password else ())]
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        # A sentinel keeps no data and refuses the option.
+        save = [] if self._first else ["--save", ""]
+        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", *save, "--dir", str(self._folder)]
         self._process = subprocess.Popen(
-            [str(get_binary_path()), *arguments, *self._options],
+            [str(get_binary_path()), *self._first, *arguments, *self._options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -79,8 +85,11 @@ class Valkey:
         return Redis(host="127.0.0.1", port=self.port, password=self._password or None, socket_timeout=5)
 
     def settings(self, **fields: object) -> RegistryConfig:
-        flags = {"registry.url": self.url, **{f"registry.{name}": value for name, value in fields.items()}}
-        return load(flags=flags).config.registry
+        return load(flags=self.flags(**fields)).config.registry
+
+    def flags(self, **fields: object) -> dict[str, object]:
+        """The same as flags of a configuration."""
+        return {"registry.url": self.url, **{f"registry.{name}": value for name, value in fields.items()}}
 
     async def _answers(self) -> bool:
         try:
