@@ -259,7 +259,7 @@ class _Turn:
         self.actions.append(Start(row.worker_id, row.role, life))
 
     def _advance_starting(self, row: Row) -> None:
-        if row.leaving and row.step is Step.NONE:
+        if row.leaving and row.step is Step.NONE and (not row.endpoint or self._may_drain(row)):
             self._begin_end(row, "fewer workers are wanted")
         elif row.step is Step.NONE and self.now_ms >= row.deadline_ms:
             self._kill(row, f"not ready within {self.policy.start_ms} ms" + (f": {row.reason}" if row.reason else ""))
@@ -308,8 +308,8 @@ class _Turn:
     # --- transitions ----------------------------------------------------------------------------------------------
 
     def _begin_end(self, row: Row, reason: str) -> None:
-        """A worker that serves drains; one that does not yet is stopped at once."""
-        if row.phase is Phase.STARTING:
+        """A worker that listens drains: one that was found alive may serve already. Others are stopped at once."""
+        if row.phase is Phase.STARTING and not row.endpoint:
             self._stop(row, reason)
         else:
             self._begin_drain(row, reason)

@@ -151,6 +151,12 @@ def test_a_worker_found_draining_ends_and_is_the_one_that_goes():
     assert not new.rows["decode-1"].leaving
 
 
+def test_a_found_worker_that_is_to_go_drains_and_one_without_an_endpoint_is_stopped():
+    found = [Found("decode-0", Role.DECODE, "h:1", 7), Found("decode-1", Role.DECODE)]
+    new, actions = reconcile(State(desired(0, 0), policy=POLICY), NOW, found)
+    assert did(actions) == [Drain("decode-0", 1, NOW + 500), Stop("decode-1", 2)]
+
+
 def test_scale_down_takes_who_serves_nobody_then_the_least_loaded_then_the_youngest():
     rows = [row("decode-0", load=5), row("decode-1", load=1), row("decode-2", load=1), row("decode-3", DG, load=9)]
     assert leavers(rows, 4) == ["decode-3", "decode-2", "decode-1", "decode-0"]
@@ -327,7 +333,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TURNS)
 def test_laws(turns):
     now, new = NOW, State(desired(1, 2), policy=POLICY)

@@ -1,0 +1,77 @@
+"""What the controller has done for it, by whoever knows how: launchers, workers, an autoscaler. Interfaces only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.control.api import FleetView, NodeRow
+from cluster.control.state import Found
+from cluster.roles import Role
+from genlock.v1 import worker_pb2
+
+# Called with the worker's id and what is known about its end; never for a worker that was asked to stop.
+OnLost = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker came up."""
+
+    endpoint: str
+    node: str = ""
+
+
+class Hands(Protocol):
+    """Starts and ends workers. Every call ends in bounded time."""
+
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
+        """Raises a GenlockError; nothing of the worker is left then, nor when the call is cancelled."""
+        ...
+
+    async def stop(self, worker_id: str) -> None:
+        """Ends it now; what still runs there gets a typed error. Raises NotFound."""
+        ...
+
+    async def kill(self, worker_id: str) -> None:
+        """As a crash would. Raises NotFound."""
+        ...
+
+    async def adopt(self, on_lost: OnLost) -> Sequence[Found]:
+        """Live workers of this cluster that an earlier controller started; from here on they are owned."""
+        ...
+
+    async def check_room(self, counts: dict[Role, int]) -> None:
+        """Raises NoCapacity (`no_place`) naming demand and supply where so many more could never have a place."""
+        ...
+
+    async def nodes(self) -> Sequence[NodeRow]: ...
+
+
+class Asker(Protocol):
+    """Talks to workers. Both raise a GenlockError: Unavailable where nobody listens."""
+
+    async def status(self, endpoint: str, timeout_ms: int) -> worker_pb2.WorkerStatus: ...
+
+    async def drain(self, endpoint: str, open_ms: int, timeout_ms: int) -> None:
+        """The worker takes no new requests from now on, and late ones for `open_ms`. Does not wait for its end."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an autoscaler decided. None: stays. `record`: a serialized genlock.v1.AutoscaleDecision."""
+
+    prefill: int | None
+    decode: int | None
+    reason: str
+    record: bytes = b""
+
+
+class Autoscaler(Protocol):
+    def decide(self, view: FleetView, now_ms: float) -> Verdict | None:
+        """Asked again and again while a policy is there and not paused. `now_ms` is monotonic. None: nothing to say."""
+        ...

@@ -1,0 +1,322 @@
+"""What operators and the autoscaler may ask of the fleet: checked, kept in the registry, then answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from cluster.control.api import Change, FleetControl, FleetView, NodeRow, ScalePlan, WorkerRow
+from cluster.control.controller import Controller
+from cluster.control.core import ROLES, leavers, unsettled
+from cluster.control.hands import Autoscaler
+from cluster.control.state import DrainAsked, Phase, Row, State
+from cluster.registry.records import Desired, Event
+from cluster.roles import Role
+from kvstore.errors import Conflict, GenlockError, InvalidInput, NotFound, Refused
+from wire.errors import surprise
+
+MAX_WORKERS = 256
+MAX_DRAIN_MS = 86_400_000
+ANSWER_TTL_MS = 24 * 3600 * 1000
+MAX_DECISIONS = 1000
+AUTOSCALER = "autoscaler"
+
+
+class Operations(FleetControl):
+    """One change at a time. `endpoint`: where this controller can be called; may be set later."""
+
+    def __init__(self, controller: Controller, autoscaler: Autoscaler | None = None, autoscale_ms: int = 5_000) -> None:
+        self.endpoint = ""
+        self._controller = controller
+        self._autoscaler = autoscaler
+        self._autoscale_ms = autoscale_ms
+        self._decisions: deque[bytes] = deque(maxlen=MAX_DECISIONS)
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to ask the autoscaler, where there is one."""
+        if self._autoscaler is not None:
+            self._task = asyncio.create_task(self._autoscale_loop(self._autoscaler), name="autoscale")
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def view(self) -> FleetView:
+        return self._view()
+
+    async def decisions(self, limit: int) -> tuple[bytes, ...]:
+        return tuple(self._decisions)[: max(0, limit)]
+
+    async def nodes(self) -> tuple[NodeRow, ...]:
+        return tuple(await self._controller.hands.nodes())
+
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        return await self._controller.registry.events(after, limit)
+
+    # --- changing -----------------------------------------------------------------------------------------------------
+
+    async def scale(
+        self,
+        prefill: int | None,
+        decode: int | None,
+        change: Change,
+        *,
+        current: tuple[int | None, int | None] = (None, None),
+    ) -> ScalePlan:
+        for name, count in (("prefill", prefill), ("decode", decode)):
+            _check_count(name, count, change)
+        async with self._lock:
+            desired = self._controller.state.desired
+            if await self._known(change):
+                return ScalePlan(self._view(repeated=True), (), 0, 0)
+
+            def wanted(before: Desired) -> Desired:
+                _check_current(before, current)
+                return replace(
+                    before,
+                    prefill=before.prefill if prefill is None else prefill,
+                    decode=before.decode if decode is None else decode,
+                )
+
+            after = wanted(desired)
+            removed, added = self._plan(after)
+            await self._controller.hands.check_room(added)
+            if not change.dry_run and after != desired:
+                await self._controller.change(wanted, change)
+                self._controller.record(
+                    "scale", "fleet",
+                    f"prefill {desired.prefill} to {after.prefill}, decode {desired.decode} to {after.decode}", change,
+                )  # fmt: skip
+            await self._remember(change)
+            return ScalePlan(self._view(), removed, added[Role.PREFILL], added[Role.DECODE])
+
+    async def cordon(self, workers: Sequence[str], nodes: Sequence[str], on: bool, change: Change) -> FleetView:
+        async with self._lock:
+            if await self._known(change):
+                return self._view(repeated=True)
+            names = {row.worker_id for row in self._chosen(workers, nodes)}
+            if not change.dry_run:
+
+                def wanted(before: Desired) -> Desired:
+                    return replace(before, cordoned=before.cordoned | names if on else before.cordoned - names)
+
+                await self._controller.change(wanted, change)
+                for worker_id in sorted(names):
+                    self._controller.record("cordon" if on else "uncordon", worker_id, "by an operator", change)
+                await self._remember(change)
+            return self._view()
+
+    async def drain(
+        self,
+        workers: Sequence[str],
+        nodes: Sequence[str],
+        change: Change,
+        *,
+        deadline_ms: int = 0,
+        force: bool = False,
+        replace: bool = False,
+    ) -> FleetView:
+        if not 0 <= deadline_ms <= MAX_DRAIN_MS:
+            raise InvalidInput("bad_deadline", f"deadline_ms must be 0 to {MAX_DRAIN_MS}", field="deadline_ms")
+        async with self._lock:
+            if await self._known(change):
+                return self._view(repeated=True)
+            rows = self._chosen(workers, nodes)
+            if not force:
+                self._require_others(rows)
+            if not change.dry_run:
+                await self._drain(rows, change, deadline_ms, leaving=not replace)
+                await self._remember(change)
+            return self._view()
+
+    async def restart(self, worker: str, change: Change, *, deadline_ms: int = 0, force: bool = False) -> FleetView:
+        return await self.drain([worker], [], change, deadline_ms=deadline_ms, force=force, replace=True)
+
+    async def set_autoscale(self, policy: str, paused: bool | None, change: Change) -> FleetView:
+        async with self._lock:
+            if await self._known(change):
+                return self._view(repeated=True)
+            if policy and self._autoscaler is None:
+                raise Refused("no_autoscaler", "this controller has no autoscaler", field="policy")
+            if not change.dry_run:
+
+                def wanted(before: Desired) -> Desired:
+                    pause = before.autoscale_paused if paused is None else paused
+                    return replace(before, autoscale=policy, autoscale_paused=pause)
+
+                await self._controller.change(wanted, change)
+                words = "policy set" if policy else "off"
+                self._controller.record(
+                    "autoscale", "fleet", words if paused is None else f"{words}, {paused=}", change
+                )
+                await self._remember(change)
+            return self._view()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _drain(self, rows: Sequence[Row], change: Change, deadline_ms: int, *, leaving: bool) -> None:
+        counted = [row for row in rows if not row.leaving] if leaving else []
+        asked = {row.worker_id: row.incarnation for row in rows if row.alive and row.incarnation}
+
+        def wanted(before: Desired) -> Desired:
+            fewer = {role: sum(row.role is role for row in counted) for role in Role}
+            return replace(
+                before,
+                prefill=max(0, before.prefill - fewer[Role.PREFILL]),
+                decode=max(0, before.decode - fewer[Role.DECODE]),
+                restarts=MappingProxyType({**_present(before.restarts, self._controller.state), **asked}),
+            )
+
+        await self._controller.change(wanted, change)
+        kind = "drain" if leaving else "restart"
+        for row in rows:
+            self._controller.hear(DrainAsked(row.worker_id, leaving, f"{kind} asked for", deadline_ms))
+            self._controller.record(kind, row.worker_id, f"asked for by {change.actor}", change)
+
+    def _plan(self, after: Desired) -> tuple[tuple[str, ...], dict[Role, int]]:
+        """Who goes, decode first, and how many come."""
+        state = self._controller.state
+        removed: list[str] = []
+        added: dict[Role, int] = {}
+        for role in ROLES:
+            staying = [row for row in state.of(role) if not row.leaving]
+            count = after.prefill if role is Role.PREFILL else after.decode
+            removed += leavers(staying, len(staying) - count)
+            added[role] = max(0, count - len(staying))
+        return tuple(removed), added
+
+    def _chosen(self, workers: Sequence[str], nodes: Sequence[str]) -> list[Row]:
+        """Raises NotFound, and InvalidInput where nothing is named."""
+        if not workers and not nodes:
+            raise InvalidInput("nothing_named", "name at least one worker or node", field="workers")
+        rows = {worker_id: self._controller.row(worker_id) for worker_id in workers}
+        for node in nodes:
+            there = [row for row in self._controller.state.rows.values() if row.node == node]
+            if not there:
+                known = ", ".join(sorted({row.node for row in self._controller.state.rows.values() if row.node}))
+                raise NotFound("unknown_node", f"no worker is on node {node[:64]!r}; known: {known}", field="nodes")
+            rows.update({row.worker_id: row for row in there})
+        return list(rows.values())
+
+    def _require_others(self, going: Iterable[Row]) -> None:
+        """Raises Refused where a role would be left without a ready worker."""
+        names = {row.worker_id for row in going}
+        state = self._controller.state
+        for role in {row.role for row in going if row.phase is Phase.READY}:
+            left = [
+                row for row in state.of(role)
+                if row.phase is Phase.READY and not row.leaving and row.worker_id not in names | state.desired.cordoned
+            ]  # fmt: skip
+            if not left:
+                raise Refused(
+                    "last_worker",
+                    f"no other {role.value} worker is ready: start one first, or force it",
+                    field="workers",
+                )
+
+    async def _known(self, change: Change) -> bool:
+        """Whether a change with this key was carried out before."""
+        if not change.idempotency_key:
+            return False
+        return await self._controller.registry.recall(change.idempotency_key) is not None
+
+    async def _remember(self, change: Change) -> None:
+        if change.idempotency_key and not change.dry_run:
+            answer = str(self._controller.state.desired.revision).encode()
+            await self._controller.registry.remember(change.idempotency_key, answer, ANSWER_TTL_MS)
+
+    def _view(self, *, repeated: bool = False) -> FleetView:
+        controller = self._controller
+        state, now_ms = controller.state, controller.clocks.now_ms()
+        rows = sorted(state.rows.values(), key=lambda row: (row.role.value, row.worker_id))
+        reason = unsettled(state)
+        if controller.registry_error:
+            reason = "; ".join(filter(None, (reason, f"the registry cannot be read: {controller.registry_error}")))
+        return FleetView(
+            desired=state.desired,
+            workers=tuple(self._worker_row(row, now_ms) for row in rows),
+            settled=not reason,
+            reason=reason,
+            repeated=repeated,
+            endpoint=self.endpoint,
+        )
+
+    def _worker_row(self, row: Row, now_ms: float) -> WorkerRow:
+        status = self._controller.status_of(row)
+        return WorkerRow(
+            worker_id=row.worker_id,
+            role=row.role,
+            phase=row.phase.value,
+            reason=row.reason,
+            phase_age_ms=max(0, int(now_ms) - row.since_ms),
+            cordoned=row.worker_id in self._controller.state.desired.cordoned,
+            endpoint=row.endpoint,
+            incarnation=row.incarnation,
+            node=row.node,
+            restarts=row.restarts,
+            drain_left_ms=max(0, row.deadline_ms - int(now_ms)) if row.phase is Phase.DRAINING else 0,
+            status=status.SerializeToString() if status is not None else b"",
+        )
+
+    # --- autoscaling --------------------------------------------------------------------------------------------------
+
+    async def _autoscale_loop(self, autoscaler: Autoscaler) -> None:
+        while True:
+            await asyncio.sleep(self._autoscale_ms / 1000)
+            try:
+                await self._autoscale(autoscaler)
+            except GenlockError as error:
+                self._controller.record("autoscale", "fleet", f"not carried out: {error.message}")
+            except Exception as unexpected:
+                surprise(unexpected, "a decision of the autoscaler")
+
+    async def _autoscale(self, autoscaler: Autoscaler) -> None:
+        desired = self._controller.state.desired
+        if not desired.autoscale or desired.autoscale_paused:
+            return
+        verdict = autoscaler.decide(self._view(), self._controller.clocks.now_ms())
+        if verdict is None:
+            return
+        if verdict.record:
+            self._decisions.appendleft(verdict.record)
+        prefill, decode = verdict.prefill, verdict.decode
+        if (prefill, decode) != (None, None) and (prefill, decode) != (desired.prefill, desired.decode):
+            change = Change(AUTOSCALER, verdict.reason, expected_revision=desired.revision)
+            await self.scale(prefill, decode, change)
+
+
+def _check_count(name: str, count: int | None, change: Change) -> None:
+    if count is None:
+        return
+    if not 0 <= count <= MAX_WORKERS:
+        raise InvalidInput("bad_count", f"{name} must be 0 to {MAX_WORKERS}, is {count}", field=name)
+    if count == 0 and change.actor != AUTOSCALER:
+        raise Refused("last_worker", f"without {name} workers nothing is served: keep at least one", field=name)
+
+
+def _check_current(before: Desired, current: tuple[int | None, int | None]) -> None:
+    """Raises Conflict where the caller saw other counts."""
+    for name, seen, count in (
+        ("current_prefill", current[0], before.prefill), ("current_decode", current[1], before.decode),
+    ):  # fmt: skip
+        if seen is not None and seen != count:
+            role = name.removeprefix("current_")
+            raise Conflict("counts_moved", f"{count} {role} workers are wanted now, not {seen}", field=name)
+
+
+def _present(restarts: Mapping[str, int], state: State) -> dict[str, int]:
+    """Only those that still concern a life."""
+    return {
+        worker_id: incarnation
+        for worker_id, incarnation in restarts.items()
+        if worker_id in state.rows and state.rows[worker_id].incarnation == incarnation
+    }
