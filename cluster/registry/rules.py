@@ -20,10 +20,10 @@ def takes_over(new: WorkerRecord, kept: WorkerRecord) -> bool:
     return new.incarnation == kept.incarnation or new.started_ms >= kept.started_ms
 
 
-def next_revision(stored: int, expected: int, carried: int, floor: int = 0) -> int:
+def next_revision(stored: int, expected: int, carried: int) -> int:
     """The revision of a change: above the stored one, above what the caller expected, above the revision that the
-    wanted state carries (the caller's high-water mark, which outlives a flush of the store), and above `floor`."""
-    return max(stored, expected, carried, floor) + 1
+    wanted state carries: the caller's high-water mark, which outlives a flush of the store."""
+    return max(stored, expected, carried) + 1
 
 
 def revision_moved(current: int, expected: int) -> Conflict:
