@@ -20,6 +20,7 @@ PORTS_TO_TRY = 64
 MAX_CONNECTIONS = 8
 CONNECTION_TIMEOUT_S = 10
 STOP_TIMEOUT_S = 5.0
+STOP_POLL_S = 0.1
 WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]"})
 
 
@@ -50,7 +51,7 @@ class MetricsServer:
         server = _bind(host, port, tries, setting)
         server.set_app(self._answer)
         self._server = server
-        self._thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(target=server.serve_forever, args=(STOP_POLL_S,), name="metrics", daemon=True)
         self._thread.start()
         return server.server_port
 
@@ -87,6 +88,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     # A port that another process listens on is an error; one in TIME_WAIT is not.
     allow_reuse_address = True
+    request_queue_size = 2 * MAX_CONNECTIONS
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
