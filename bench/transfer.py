@@ -1,10 +1,10 @@
 """What verification costs: pages pulled and proved, against the same engine moving the same pages unchecked.
 
-*Verified* is what a receiver does: read the pages, judge each page's digest, then read the source's live tags and
-compare them. *Bare* is the engine's own library moving the same pages: for `shm` one copy per page out of the mapped
-pool, for `mooncake` and `nixl` one batch read of their libraries. Both run alternately in one process, against a pool
-in another process, over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this
-process.
+*Verified* is what a decode worker does, with its own receiver and guard: judge the descriptors, read the pages, judge
+headers, prefix keys and digests, read the source's live tags and compare them, adopt the pages. *Bare* is the engine's
+own library moving the same pages: for `shm` one copy per page out of the mapped pool, for `mooncake` and `nixl` one
+batch read of their libraries. Both run alternately in one process, against a pool of sealed pages in another process,
+over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this process.
 
     python -m bench.transfer --engine shm --pages 1 --pages 16
 """
@@ -19,14 +19,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
 import numpy as np
 
+from kvstore.descriptor import PageDescriptor
 from kvstore.digest import Digester
 from kvstore.errors import TransferError
-from kvstore.transfer.base import PagePair, Peer, PoolExport, TransferState, tag_table_bytes
-from kvstore.transfer.common import I64, U8, slots_of, tags_of
+from kvstore.guard import Guard
+from kvstore.header import PageHeader
+from kvstore.ids import PageRef, Tag
+from kvstore.keys import PrefixIdentity, PrefixKeyer
+from kvstore.layout import HEADER_BYTES, AttentionKind, KvFormat, PageLayout
+from kvstore.receipt import ExpectedPages
+from kvstore.receive import PageOrder, PageReceiver
+from kvstore.transfer.base import Peer, PoolExport, tag_table_bytes
+from kvstore.transfer.common import I64, U8, slots_of
 from kvstore.transfer.mooncake import MooncakeEngine
 from kvstore.transfer.mooncake import parse_address as parse_mooncake
 from kvstore.transfer.nixl import NixlEngine
@@ -36,11 +45,15 @@ from kvstore.transfer.shm import ShmEngine
 from kvstore.transfer.shm import parse_address as parse_shm
 
 ENGINES = ("shm", "mooncake", "nixl")
-PAGE_BYTES = (64 << 10, 391_808, 1 << 20)
-PAGES = (1, 16, 128)
+PAGE_BYTES = (4 << 10, 64 << 10, 391_808, 1 << 20)
+PAGES = (1, 16, 128, 1024)
+MAX_PAGES = 4096
+MIN_SLOTS = 160  # small batches, too, come from more memory than the caches hold
+MIN_PAGE_BYTES, PAGE_STEP_BYTES = 256, 128
 SECRET = b"benchmark secret"
-SLOTS = 160
 INCARNATION = 4_242
+OWNER = 1
+PAGE_TOKENS = 4
 TIMEOUT_MS = 30_000
 MIN_ROUNDS, MAX_ROUNDS = 5, 400
 
@@ -79,79 +92,107 @@ def _missing(name: str) -> str | None:
     return NixlEngine.available() if name == "nixl" else None
 
 
-def _fill(buffer: U8, page_bytes: int) -> None:
-    """The same content in every process."""
-    rng = np.random.default_rng(page_bytes)
-    slots_SU8 = slots_of(buffer, SLOTS, page_bytes)
-    slots_SU8[:] = np.frombuffer(rng.bytes(slots_SU8.size), np.uint8).reshape(slots_SU8.shape)
-    tags_of(buffer, SLOTS)[:, 1] = rng.integers(1, 1 << 62, SLOTS)
+def _layout(page_bytes: int) -> PageLayout:
+    """Pages of a few tokens and exactly `page_bytes`, so that a pool is one long prompt."""
+    heads = (page_bytes - HEADER_BYTES) // PAGE_STEP_BYTES
+    layout = PageLayout(
+        "bench", AttentionKind.GQA, layers=1, kv_heads=heads, key_width=4, value_width=4, page_tokens=PAGE_TOKENS,
+        kv_format=KvFormat.NONE,
+    )  # fmt: skip
+    if layout.slot_bytes != page_bytes:
+        raise click.BadParameter(f"--page-bytes must be a multiple of {PAGE_STEP_BYTES} from {MIN_PAGE_BYTES} on")
+    return layout
 
 
-def serve(name: str, page_bytes: int) -> None:
-    """Publishes a filled pool, prints its export as one JSON line and stays until stdin ends."""
+def _guard(engine: Engine, page_bytes: int, slots: int, incarnation: int) -> Guard:
+    digester = Digester(SECRET, page_bytes)
+    return Guard(_layout(page_bytes), slots, engine, incarnation, digester, scrub=False)
+
+
+def _expected(page_bytes: int, slots: int) -> ExpectedPages:
+    keyer = PrefixKeyer(SECRET, PrefixIdentity("bench", "bench", _layout(page_bytes).fingerprint))
+    tokens = slots * PAGE_TOKENS
+    return ExpectedPages(tokens, PAGE_TOKENS, keyer.chain("bench", range(tokens), PAGE_TOKENS))
+
+
+def serve(name: str, page_bytes: int, slots: int) -> None:
+    """Publishes a pool of sealed pages, prints its export and [page id, generation, digest] of each page as one JSON
+    line, and stays until stdin ends."""
     engine = _make(name, page_bytes)
-    buffer = engine.allocate(SLOTS, page_bytes)
-    export = engine.publish(INCARNATION, "bench")
-    _fill(buffer, page_bytes)
-    print(json.dumps(asdict(export)), flush=True)
+    guard = _guard(engine, page_bytes, slots, INCARNATION)
+    rng = np.random.default_rng(page_bytes)
+    expected, sealed = _expected(page_bytes, slots), []
+    for i, ref in enumerate(guard.allocate(OWNER, slots)):
+        guard.fill(ref, OWNER, rng.bytes(page_bytes - HEADER_BYTES))
+        header = PageHeader(ref.tag, guard.layout.fingerprint, i * PAGE_TOKENS, PAGE_TOKENS, expected.keys[i])
+        desc = guard.seal(ref, OWNER, header, i)
+        sealed.append([ref.page_id, ref.tag.generation, desc.digest])
+    print(json.dumps({"export": asdict(guard.export), "pages": sealed}), flush=True)
     sys.stdin.read()
     engine.close()
 
 
 class _Receiver:
-    """Our end: an engine with a pool, and what the pages must be."""
+    """Our end: a decode worker's guard and receiver, and what the pages must be."""
 
-    def __init__(self, name: str, page_bytes: int, export: PoolExport) -> None:
+    def __init__(self, name: str, page_bytes: int, slots: int, told: dict[str, Any]) -> None:
+        export = PoolExport(**told["export"])
         self.engine = _make(name, page_bytes)
-        self.page_bytes = page_bytes
-        self.slots_SU8 = slots_of(self.engine.allocate(SLOTS, page_bytes), SLOTS, page_bytes)
-        self.engine.publish(INCARNATION + 1, "bench")
+        self.page_bytes, self.slots = page_bytes, slots
+        self.guard = _guard(self.engine, page_bytes, slots, INCARNATION + 1)
+        self.slots_SU8 = self.engine.slots_SU8
         self.peer: Peer = self.engine.connect(export)
-        self._digester = Digester(SECRET, page_bytes)
-        model = np.frombuffer(mmap.mmap(-1, tag_table_bytes(SLOTS) + SLOTS * page_bytes), np.uint8)
-        _fill(model, page_bytes)
-        tags_of(model, SLOTS)[:, 0] = INCARNATION
-        self.model_SU8 = slots_of(model, SLOTS, page_bytes)
-        self._tags_S2 = tags_of(model, SLOTS).copy()
-        self._digests_S = np.array([self._digester.digest(slot_U8) for slot_U8 in self.model_SU8], np.uint64)
+        self._receiver = PageReceiver(self.guard, self.engine)
+        self._expected = _expected(page_bytes, slots)
+        fingerprint = self.guard.layout.fingerprint
+        self._descs = [
+            PageDescriptor(
+                PageRef(page_id, Tag(INCARNATION, generation)), i, i * PAGE_TOKENS, PAGE_TOKENS, page_bytes,
+                fingerprint, self._expected.keys[i], digest,
+            )
+            for i, (page_id, generation, digest) in enumerate(told["pages"])
+        ]  # fmt: skip
+        # Sequence of the prompt is the order of the source's slots, so a place in it names a slot.
+        model = np.frombuffer(mmap.mmap(-1, slots * page_bytes), np.uint8).reshape(slots, page_bytes)
+        model[:] = np.arange(page_bytes, dtype=np.uint8)
+        self.model_SU8 = model
         bare = {"shm": self._bare_shm, "mooncake": self._bare_mooncake, "nixl": self._bare_nixl}
         self._bare = bare[name](export)
 
-    def verified(self, remote_n: I64, local_n: I64) -> None:
-        """One batch, proved. Raises TransferError when a check fails."""
-        pairs = [PagePair(*pair) for pair in zip(remote_n.tolist(), local_n.tolist(), strict=True)]
-        transfer = self.engine.read_pages(self.peer, pairs)
-        if transfer.wait(TIMEOUT_MS) is not TransferState.DONE:
-            raise TransferError("not_done", "the batch did not arrive")
-        sums_n2 = transfer.body_sums
-        if sums_n2 is None:
-            sums_n2 = self._digester.body_sums_many(self.slots_SU8, local_n)
-        digests_n = self._digester.finish_many(sums_n2, self.slots_SU8, local_n)
-        if not np.array_equal(digests_n, self._digests_S[remote_n]):
-            raise TransferError("digest", "a page is not what was sealed")
-        live_S2 = self.engine.read_tags(self.peer, TIMEOUT_MS)
-        if not np.array_equal(live_S2[remote_n], self._tags_S2[remote_n]):
-            raise TransferError("stale", "a page moved on while it was read")
+    def verified(self, places_n: I64, local_n: I64) -> float:
+        """One batch, proved; seconds of the pull. Raises a GenlockError when a check fails."""
+        locals_n = self.guard.allocate(OWNER, places_n.size)
+        orders = [PageOrder(self._descs[i], ref) for i, ref in zip(places_n.tolist(), locals_n, strict=True)]
+        start_s = time.perf_counter()
+        self._receiver.pull(self.peer, orders, OWNER, self._expected, TIMEOUT_MS)
+        spent_s = time.perf_counter() - start_s
+        self.guard.retire(locals_n, OWNER)
+        return spent_s
 
-    def bare(self, remote_n: I64, local_n: I64) -> None:
+    def bare(self, places_n: I64, local_n: I64) -> float:
+        remote_n = np.array([self._descs[i].ref.page_id for i in places_n.tolist()], np.int64)
+        start_s = time.perf_counter()
         self._bare(remote_n, local_n)
+        return time.perf_counter() - start_s
 
-    def memcpy(self, remote_n: I64, local_n: I64) -> None:
-        _copy_pages(self.model_SU8, self.slots_SU8, remote_n, local_n)
+    def memcpy(self, places_n: I64, local_n: I64) -> float:
+        start_s = time.perf_counter()
+        _copy_pages(self.model_SU8, self.slots_SU8, places_n, local_n)
+        return time.perf_counter() - start_s
 
     def _bare_shm(self, export: PoolExport) -> Callable[[I64, I64], None]:
         address = parse_shm(export.address)
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY)
         mapping = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         os.close(fd)
-        source_SU8 = slots_of(np.frombuffer(mapping, np.uint8), SLOTS, self.page_bytes)
+        source_SU8 = slots_of(np.frombuffer(mapping, np.uint8), self.slots, self.page_bytes)
         return lambda remote_n, local_n: _copy_pages(source_SU8, self.slots_SU8, remote_n, local_n)
 
     def _bare_mooncake(self, export: PoolExport) -> Callable[[I64, I64], None]:
         address = parse_mooncake(export.address)
         engine = self.engine
         assert isinstance(engine, MooncakeEngine)
-        base, local_base = address.base + tag_table_bytes(SLOTS), self.slots_SU8.ctypes.data
+        base, local_base = address.base + tag_table_bytes(self.slots), self.slots_SU8.ctypes.data
 
         def read(remote_n: I64, local_n: I64) -> None:
             local = (local_base + local_n * self.page_bytes).tolist()
@@ -167,7 +208,7 @@ class _Receiver:
         engine = self.engine
         assert isinstance(engine, NixlEngine)
         agent = engine.agent
-        base, local_base = address.base + tag_table_bytes(SLOTS), self.slots_SU8.ctypes.data
+        base, local_base = address.base + tag_table_bytes(self.slots), self.slots_SU8.ctypes.data
 
         def read(remote_n: I64, local_n: I64) -> None:
             local: Rows = [(local_base + slot * self.page_bytes, self.page_bytes, 0) for slot in local_n.tolist()]
@@ -194,13 +235,12 @@ def _cell(receiver: _Receiver, engine: str, pages: int, budget_s: float) -> Row:
     for turn in range(-1, MAX_ROUNDS):  # the first round warms up
         if turn >= MIN_ROUNDS and time.perf_counter() > until_s:
             break
-        remote_n, local_n = rng.permutation(SLOTS)[:pages], rng.permutation(SLOTS)[:pages]
+        places_n, local_n = rng.permutation(receiver.slots)[:pages], rng.permutation(receiver.slots)[:pages]
         for step in range(3):
             way = (turn + step) % 3  # each way comes first as often as the others
-            start_s = time.perf_counter()
-            ways[way](remote_n, local_n)
+            seconds = ways[way](places_n, local_n)
             if turn >= 0:
-                spent_s[way].append(time.perf_counter() - start_s)
+                spent_s[way].append(seconds)
     verified_s, bare_s, memcpy_s = (float(np.median(s)) for s in spent_s)
     nbytes = pages * receiver.page_bytes
     return Row(
@@ -234,10 +274,14 @@ def run(
             continue
         for size in page_bytes:
             report(f"{engine}: pages of {size} bytes")
-            command = [sys.executable, "-m", "bench.transfer", "--serve", "--engine", engine, "--page-bytes", str(size)]
+            slots = max(MIN_SLOTS, *pages)
+            command = [
+                sys.executable, "-m", "bench.transfer", "--serve", "--engine", engine, "--page-bytes", str(size),
+                "--pages", str(slots),
+            ]  # fmt: skip
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
                 assert source.stdout is not None
-                receiver = _Receiver(engine, size, PoolExport(**json.loads(source.stdout.readline())))
+                receiver = _Receiver(engine, size, slots, json.loads(source.stdout.readline()))
                 rows += [_cell(receiver, engine, count, budget_s) for count in pages]
                 receiver.engine.close()
     return rows
@@ -251,8 +295,8 @@ Examples:
   genlock bench transfer --json"""
 )
 @click.option("--engine", "engines", multiple=True, type=click.Choice(ENGINES), default=ENGINES, show_default=True)
-@click.option("--page-bytes", multiple=True, type=click.IntRange(64), default=PAGE_BYTES, show_default=True)
-@click.option("--pages", multiple=True, type=click.IntRange(1, SLOTS), default=PAGES, show_default=True)
+@click.option("--page-bytes", multiple=True, type=click.IntRange(MIN_PAGE_BYTES), default=PAGE_BYTES, show_default=True)
+@click.option("--pages", multiple=True, type=click.IntRange(1, MAX_PAGES), default=PAGES, show_default=True)
 @click.option("--budget-s", type=click.FloatRange(0.01, 600), default=1.0, show_default=True, help="For each cell.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--serve", "as_source", is_flag=True, hidden=True)
@@ -262,7 +306,7 @@ def command(
 ) -> int:  # fmt: skip
     """Measures verified page reads against bare ones, engine by engine."""
     if as_source:
-        serve(engines[0], page_bytes[0])
+        serve(engines[0], page_bytes[0], pages[0])
         return 0
     rows = run(engines, page_bytes, pages, budget_s, lambda line: click.echo(line, err=True))
     if as_json:

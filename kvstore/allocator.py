@@ -112,6 +112,11 @@ class PageAllocator:
         if keep_in_cache:
             self._slots[ref.page_id] = self._slots[ref.page_id]._replace(owner=CACHE_OWNER)
 
+    def seal_many(self, refs: Sequence[PageRef]) -> None:
+        """`seal` for pages that `require_open` has just passed."""
+        for ref in refs:
+            self._apply(ref.page_id, SlotEvent.SEAL)
+
     def require_open(self, refs: Sequence[PageRef], owner: int) -> None:
         """Raises StalePage or LifecycleError unless all are `owner`'s own open pages."""
         for ref in refs:
@@ -200,8 +205,8 @@ class PageAllocator:
             slot = tried.get(ref.page_id) or self._known(ref)
             require(ref, slot)
             tried[ref.page_id] = apply_event(slot, event, checks=self.checks)
-        for ref in refs:
-            self._apply(ref.page_id, event)
+        for page_id, after in tried.items():
+            self._put(page_id, after)
 
     def _known(self, ref: PageRef) -> Slot:
         """The slot, whatever it holds now. A page outside the pool, negative ids too, is no page of this pool."""
@@ -238,8 +243,11 @@ class PageAllocator:
         return PageRef(page_id, self.live_tag(page_id))
 
     def _apply(self, page_id: int, event: SlotEvent, owner: int = 0) -> int:
+        self._put(page_id, apply_event(self._slots[page_id], event, owner, self.checks))
+        return page_id
+
+    def _put(self, page_id: int, after: Slot) -> None:
         before = self._slots[page_id]
-        after = apply_event(before, event, owner, self.checks)
         in_pool = page_id < self._pool_slots
         if before.state is SlotState.FREE and in_pool:
             self._free.pop()
@@ -253,4 +261,3 @@ class PageAllocator:
             self._on_free(page_id)
             if in_pool:
                 self._free.append(page_id)
-        return page_id

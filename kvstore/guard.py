@@ -21,7 +21,7 @@ from kvstore.checks import ALL_CHECKS, Checks
 from kvstore.descriptor import PageDescriptor
 from kvstore.digest import Digester
 from kvstore.errors import CorruptPage, GenlockError, InvalidInput, LifecycleError, StalePage
-from kvstore.header import KEY_BYTES, PageHeader
+from kvstore.header import KEY_BYTES, PageHeader, unpack_header
 from kvstore.ids import PageRef
 from kvstore.layout import WORKING_FORMATS, HeadOrder, PageLayout
 from kvstore.lifecycle import SlotState
@@ -281,9 +281,12 @@ class Guard:
         """The header that lies in a slot now, whoever wrote it."""
         return self._pool.read_header(ref.page_id)
 
-    def landed_as(self, ref: PageRef, packed_header: bytes) -> bool:
-        """Whether exactly this header, 128 bytes, lies in a slot now: `landed_header` without parsing."""
-        return self._pool.header_bytes(ref.page_id) == packed_header
+    def landed_headers(self, refs: Sequence[PageRef], wanted: Sequence[PageHeader]) -> list[PageHeader | None]:
+        """`landed_header` of several; one that is byte for byte the wanted one need not be parsed."""
+        raws = self._pool.headers([ref.page_id for ref in refs])
+        return [
+            header if raw == header.pack() else unpack_header(raw) for raw, header in zip(raws, wanted, strict=True)
+        ]
 
     def landed_digests(self, refs: Sequence[PageRef], body_sums_n2: npt.NDArray[np.uint64] | None) -> list[int]:
         """Digests of what lies in these slots now; `body_sums_n2` uint64 [n, 2] if the engine summed while copying."""
@@ -302,18 +305,16 @@ class Guard:
         """
         with self._lock:
             self._book.claim(refs, owner)
-            for ref in refs:
-                self._pool.wipe_header(ref.page_id)
+            self._pool.wipe_headers([ref.page_id for ref in refs])
 
     def adopt(self, pages: Sequence[tuple[PageRef, PageHeader]], owner: int) -> None:
         """Gives verified pages our own headers, all or none; a full page is sealed, a partial one stays open for
         appends. Raises StalePage or LifecycleError."""
         with self._lock:
             self._book.require_open([ref for ref, _ in pages], owner)
-            for ref, header in pages:
-                if header.valid_rows == self.layout.page_tokens:
-                    self._book.seal(ref, owner)
-                self._pool.write_header(ref.page_id, header)
+            full = self.layout.page_tokens
+            self._book.seal_many([ref for ref, header in pages if header.valid_rows == full])
+            self._pool.write_headers([ref.page_id for ref, _ in pages], [header for _, header in pages])
 
     # --- steps --------------------------------------------------------------------------------------------------
 

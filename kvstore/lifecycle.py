@@ -97,11 +97,14 @@ def _condemn(slot: Slot, owner: int, checks: Checks) -> Slot:
 
 
 def _count(field: str, step: int) -> Callable[[Slot, int, Checks], Slot]:
+    place = Slot._fields.index(field)
+
     def change(slot: Slot, owner: int, checks: Checks) -> Slot:
-        value: int = getattr(slot, field) + step
+        value = int(slot[place]) + step
         if value < 0:
             raise LifecycleError(f"no_{field[:-1]}", f"the page has no {field[:-1]} to end")
-        moved = slot._replace(**{field: value})  # type: ignore[arg-type] # `field` names a count
+        # Several a page on its way through; `_replace` takes three times as long.
+        moved = Slot._make((*slot[:place], value, *slot[place + 1 :]))
         if moved.state is SlotState.QUARANTINED and not moved.pinned and moved.holds == 0:
             return _vacant(moved.generation)
         return moved

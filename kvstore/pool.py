@@ -5,6 +5,8 @@ Buffer (made by the transfer engine): `[tags int64 [slots, 2], padded to 4096 B 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvstore.errors import InvalidInput
@@ -43,8 +45,17 @@ class PoolStorage:
     def read_header(self, page_id: int) -> PageHeader | None:
         return unpack_header(self.header_bytes(page_id))
 
-    def wipe_header(self, page_id: int) -> None:
-        self.slots_SU8[page_id, :HEADER_BYTES] = 0
+    def headers(self, page_ids: Sequence[int]) -> list[bytes]:
+        """The headers of several pages, 128 bytes each."""
+        raw = self.slots_SU8[list(page_ids), :HEADER_BYTES].tobytes()
+        return [raw[at : at + HEADER_BYTES] for at in range(0, len(raw), HEADER_BYTES)]
+
+    def write_headers(self, page_ids: Sequence[int], headers: Sequence[PageHeader]) -> None:
+        raw = b"".join([header.pack() for header in headers])
+        self.slots_SU8[list(page_ids), :HEADER_BYTES] = np.frombuffer(raw, np.uint8).reshape(-1, HEADER_BYTES)
+
+    def wipe_headers(self, page_ids: Sequence[int]) -> None:
+        self.slots_SU8[list(page_ids), :HEADER_BYTES] = 0
 
     def scrub(self, page_id: int) -> None:
         self.slots_SU8[page_id] = 0

@@ -108,11 +108,13 @@ class PageReceiver:
             raise TransferError("transfer_failed", "the transfer engine could not read the peer's pages")
         if state is not TransferState.DONE:
             raise TransferTimeout("transfer_timeout", f"pages did not arrive within {timeout_ms} ms")
+        refs = [order.local for order in orders]
+        headers = guard.landed_headers(refs, [order.desc.header() for order in orders])
         self._judge(
             "header", judge_header,
-            ((self._landed_header(order), order.desc, expected, guard.checks) for order in orders),
+            ((header, order.desc, expected, guard.checks) for header, order in zip(headers, orders, strict=True)),
         )  # fmt: skip
-        digests = guard.landed_digests([order.local for order in orders], transfer.body_sums)
+        digests = guard.landed_digests(refs, transfer.body_sums)
         self._judge(
             "digest", judge_digest,
             ((digest, order.desc, guard.checks) for digest, order in zip(digests, orders, strict=True)),
@@ -140,13 +142,6 @@ class PageReceiver:
         except Exception:  # an engine that cannot answer has proved nothing, and must not keep the others waiting
             self._guard.count("quiesced_failed")
             return False
-
-    def _landed_header(self, order: PageOrder) -> PageHeader | None:
-        """What lies in the slot. A header that is byte for byte the expected one need not be parsed."""
-        wanted = order.desc.header()
-        if self._guard.landed_as(order.local, wanted.pack()):
-            return wanted
-        return self._guard.landed_header(order.local)
 
     def _judge(self, name: str, judge: Callable[..., None], cases: Iterable[tuple[object, ...]]) -> None:
         """Judges page after page; the first that fails ends the batch. Counted once a batch."""
