@@ -1,0 +1,299 @@
+"""What an error's reason means and what to do about it. Reasons are stable; every one that a client or an operator can
+see is here, and a test holds that."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvstore.errors import NotFound
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`retry`: sending the same request again may succeed without anybody changing anything."""
+
+    code: str
+    status: str
+    meaning: str
+    action: str
+    retry: bool
+
+    @property
+    def http_status(self) -> int:
+        return HTTP_STATUS[self.status]
+
+
+HTTP_STATUS: Mapping[str, int] = MappingProxyType({
+    "OK": 200, "INVALID_ARGUMENT": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403, "NOT_FOUND": 404,
+    "ABORTED": 409, "FAILED_PRECONDITION": 409, "RESOURCE_EXHAUSTED": 429, "CANCELLED": 499, "INTERNAL": 500,
+    "DATA_LOSS": 500, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+})  # fmt: skip
+
+_STALE = (
+    "The answer was ended before a token was computed from the page. Send the request again; where the count rises, "
+)
+_STALE += "look at the worker pair in `genlock status` and keep its logs."
+_CORRUPT = (
+    "Nothing was answered from it. Send the request again; where it repeats on one worker, drain that worker and "
+)
+_CORRUPT += "check its memory, network and transfer engine."
+_BUSY = "Retry after the delay that came with the error; where it lasts, scale the role up (`genlock scale`)."
+_WORKER = "Send the request again: another worker is chosen. `genlock status` and `genlock events` tell what happened."
+_START = "Correct the installation or the settings that the message names, then start again."
+_BUG = "A fault of Genlock, contained to this request. Report it with the worker's log."
+
+# reason -> (status, what it means, what to do, retry)
+_CODES: dict[str, tuple[str, str, str, bool]] = {
+    # A page could not be proved to belong to the request: stale.
+    "stale_ref": ("ABORTED", "A step named a page whose slot has another tag by now.", _STALE, True),
+    "source_moved_on": ("ABORTED", "Prefill's slot got another tag while its page was read.", _STALE, True),
+    "stale_incarnation": ("ABORTED", "A descriptor is of an earlier life of the prefill worker.", _STALE, True),
+    "incarnation_dead": ("ABORTED", "A descriptor is of a life of a pool that is known to have ended.", _STALE, True),
+    "incarnation_taken": ("ABORTED", "Two pools claim the same incarnation.", _STALE, True),
+    "header_mismatch": ("ABORTED", "The header inside the page is not the one its descriptor promises.", _STALE, True),
+    "foreign_prefix_key": ("ABORTED", "The page is of other tokens than this request's.", _STALE, True),
+    "foreign_ticket": ("ABORTED", "Prefill answered for another request.", _STALE, True),
+    "page_misplaced": ("ABORTED", "A right page came for a wrong place of the prompt.", _STALE, True),
+    "page_not_expected": ("ABORTED", "A page came that is not in the promised set.", _STALE, True),
+    "duplicate_page": ("ABORTED", "A page was told twice; it cannot stand for a missing one.", _STALE, True),
+    "pages_missing": ("ABORTED", "The handoff ended without its exact set of pages.", _STALE, True),
+    "page_after_end": ("ABORTED", "A page came after the handoff was complete.", _STALE, True),
+    "handoff_again": ("ABORTED", "A handoff was accepted or completed twice.", _STALE, True),
+    "handoff_not_accepted": ("ABORTED", "Pages came before the handoff was accepted.", _STALE, True),
+    "unknown_handoff": ("ABORTED", "An event is of a handoff that nobody here knows.", _STALE, True),
+    "row_mismatch": ("ABORTED", "A row of the batch is not the one that its request planned.", _STALE, True),
+    "peer_aborted": ("ABORTED", "A worker ended the request over a page and gave no details.", _STALE, True),
+    # Bytes are not what was sealed: corrupt.
+    "digest_mismatch": ("DATA_LOSS", "The page's bytes are not those that prefill sealed.", _CORRUPT, True),
+    "page_out_of_bounds": ("DATA_LOSS", "A descriptor or header has a number outside of any pool.", _CORRUPT, True),
+    "nonfinite_logits": ("DATA_LOSS", "The model computed numbers that are not finite.", _CORRUPT, True),
+    "peer_data_loss": ("DATA_LOSS", "A worker ended the request over a page and gave no details.", _CORRUPT, True),
+    # Two pools do not fit.
+    "layout_mismatch": (
+        "FAILED_PRECONDITION", "Prefill and decode describe pages differently; the message names the field.",
+        "Give all workers of the cluster the same model, page_tokens and kv_format.", False),
+    "descriptor_layout": (
+        "FAILED_PRECONDITION", "One descriptor is of another page layout than its pool.",
+        "Check that all workers run the same version and settings.", False),
+    "descriptor_length": (
+        "FAILED_PRECONDITION", "One descriptor promises another page length than the layout has.",
+        "Check that all workers run the same version and settings.", False),
+    # No room.
+    "gateway_full": ("RESOURCE_EXHAUSTED", "This gateway runs api.max_requests requests already.", _BUSY, True),
+    "tenant_full": ("RESOURCE_EXHAUSTED", "This tenant has as many requests running as it may.", _BUSY, True),
+    "decode_full": ("RESOURCE_EXHAUSTED", "All ready decode workers hold as many requests as they may.", _BUSY, True),
+    "prefill_full": ("RESOURCE_EXHAUSTED", "All ready prefill workers hold as many requests as they may.", _BUSY, True),
+    "pairs_full": ("RESOURCE_EXHAUSTED", "All proved pairs of workers are full.", _BUSY, True),
+    "decode_queue_full": ("RESOURCE_EXHAUSTED", "The decode worker's waiting line is full.", _BUSY, True),
+    "prefill_queue_full": ("RESOURCE_EXHAUSTED", "The prefill worker's waiting line is full.", _BUSY, True),
+    "command_queue_full": ("RESOURCE_EXHAUSTED", "The worker's step loop has too many commands waiting.", _BUSY, True),
+    "no_pages": ("RESOURCE_EXHAUSTED", "The pool has no free page; quarantined ones do not count.", _BUSY, True),
+    "pool_exhausted": (
+        "RESOURCE_EXHAUSTED", "The request needs more pages than the whole decode pool has.",
+        "Ask for fewer tokens, or raise cache.decode_pages.", False),
+    "prompt_over_pool": (
+        "RESOURCE_EXHAUSTED", "The prompt alone needs more pages than the pool has.",
+        "Shorten the prompt, or raise cache.prefill_pages and cache.decode_pages.", False),
+    "too_many_leases": ("RESOURCE_EXHAUSTED", "Prefill keeps as many handoffs as it may.", _BUSY, True),
+    "too_many_peers": (
+        "RESOURCE_EXHAUSTED", "A worker is connected to as many peers as it may.",
+        "Restart workers that are long gone under other names, or split the cluster.", False),
+    "too_many_workers": (
+        "RESOURCE_EXHAUSTED", "The registry knows as many workers as it may.",
+        "Remove workers, or use one namespace for each cluster.", False),
+    "too_many_connections": ("RESOURCE_EXHAUSTED", "The HTTP door holds as many connections as it may.", _BUSY, True),
+    "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
+    "no_memory": (
+        "RESOURCE_EXHAUSTED", "Memory for a pool could not be had.",
+        "Lower the pages of the pool, or give the host (or /dev/shm) more memory.", False),
+    "no_spares": ("RESOURCE_EXHAUSTED", "The pool keeps no spare pages for pages on hold.", _BUSY, True),
+    "no_place": (
+        "RESOURCE_EXHAUSTED", "Ray has no node with what a worker demands; the message names demand and supply.",
+        "Add a node, free one, or lower what a worker demands.", False),
+    "too_few_cpus": (
+        "RESOURCE_EXHAUSTED", "This host has fewer CPUs than the workers reserve.",
+        "Start fewer workers or lower workers.cpus.", False),
+    "peer_exhausted": ("RESOURCE_EXHAUSTED", "A worker refused for want of room, without details.", _BUSY, True),
+    # Somebody is away.
+    "draining": (
+        "UNAVAILABLE", "The worker or gateway takes no new requests: it is being drained or stopped.",
+        "Send the request again; a load balancer should choose another gateway.", True),
+    "drain_cut": ("UNAVAILABLE", "The drain's deadline came before the request was done.",
+                  "Send the request again; give the drain a longer deadline.", True),
+    "not_ready": ("UNAVAILABLE", "No pair of workers can serve yet.", "Wait for readiness; `genlock status` tells why.",
+                  True),
+    "no_prefill_worker": ("UNAVAILABLE", "No prefill worker is ready.", _WORKER, True),
+    "no_decode_worker": ("UNAVAILABLE", "No decode worker is ready.", _WORKER, True),
+    "no_matching_layout": (
+        "UNAVAILABLE", "No ready prefill worker has the page layout of a ready decode worker.",
+        "Give all workers the same model, page_tokens and kv_format.", False),
+    "no_proved_pair": (
+        "UNAVAILABLE", "No pair of workers has passed its exchange of a marked page.",
+        "`genlock status` names the pairs and the reasons: engine, network, layout.", True),
+    "peer_not_proved": (
+        "UNAVAILABLE", "The marked page that was exchanged with this peer did not pass.",
+        "Do not use this pair: check the engine's transport between the two hosts.", False),
+    "no_beacon": ("UNAVAILABLE", "The prefill worker offers no marked page to exchange.",
+                  "Run the same version on all workers.", False),
+    "worker_lost": ("UNAVAILABLE", "The worker's process ended.", _WORKER, True),
+    "worker_died": ("UNAVAILABLE", "The worker's process ended while it started.",
+                    "Read its log; check memory and the model's path.", False),
+    "worker_stopped": ("UNAVAILABLE", "The worker was stopped while the request ran.", _WORKER, True),
+    "prefill_gone": ("UNAVAILABLE", "Prefill went away during the handoff.", _WORKER, True),
+    "prefill_unreachable": ("UNAVAILABLE", "Decode cannot reach the prefill worker.", _WORKER, True),
+    "prefill_refused": ("UNAVAILABLE", "Prefill refused the request.", _WORKER, True),
+    "handoff_cut": ("UNAVAILABLE", "The handoff's stream ended before it was complete.", _WORKER, True),
+    "handoff_over": ("UNAVAILABLE", "The handoff had already ended.", _WORKER, True),
+    "handoff_closed": ("UNAVAILABLE", "The handoff was closed while pages were still awaited.", _WORKER, True),
+    "lease_expired": (
+        "UNAVAILABLE", "Prefill's promise to keep the pages ran out before they were pulled.",
+        "Send the request again; raise transfer.lease_ms where decode is slow to pull.", True),
+    "peer_gone": ("UNAVAILABLE", "The owner of the pages is gone.", _WORKER, True),
+    "peer_unreachable": ("UNAVAILABLE", "Nobody answers at the worker's endpoint.", _WORKER, True),
+    "peer_unimplemented": ("UNAVAILABLE", "A worker does not know the call.", "Run one version on all workers.", False),
+    "peer_unauthenticated": ("UNAVAILABLE", "A worker did not accept this process's certificate.",
+                             "Check tls.* of both sides: same CA, not expired.", False),
+    "peer_denied": ("UNAVAILABLE", "A worker denies this process the call.", "Check tls.* of both sides.", False),
+    "incarnation_changed": ("UNAVAILABLE", "The peer was restarted since it was connected.", _WORKER, True),
+    "stream_cut": ("UNAVAILABLE", "The decode worker's stream ended before the answer was complete.", _WORKER, True),
+    "stream_protocol": ("UNAVAILABLE", "The decode worker went on after the end of the answer.", _BUG, True),
+    "tokens_lost": ("UNAVAILABLE", "Fewer tokens arrived than were generated.", _WORKER, True),
+    "transfer_failed": ("UNAVAILABLE", "The transfer engine could not read the pages.",
+                        "Send the request again; the worker's log has the engine's own words.", True),
+    "transfer_timeout": (
+        "UNAVAILABLE", "The engine did not finish in transfer.timeout_ms; the pages wait in quarantine.",
+        "Send the request again; look at the link between the two workers.", True),
+    "tags_timeout": ("UNAVAILABLE", "The live tags could not be read in time.", _WORKER, True),
+    "tags_stuck": ("UNAVAILABLE", "An earlier read of the live tags has not ended.", _WORKER, True),
+    "close_timeout": ("UNAVAILABLE", "The engine did not stop in time; its memory stays mapped.",
+                      "Restart the worker.", False),
+    "not_quiet": ("UNAVAILABLE", "The engine said done and could not prove that it had stopped.", _WORKER, True),
+    "engine_closed": ("UNAVAILABLE", "The transfer engine was closed while it was needed.", _WORKER, True),
+    "register_failed": ("UNAVAILABLE", "The engine could not register the pool's memory.",
+                        "Check locked-memory limits (ulimit -l) and the device.", False),
+    "no_local_pool": ("UNAVAILABLE", "A read was asked for before the pool was registered.", _BUG, False),
+    "unknown_peer": ("UNAVAILABLE", "A read was asked for from a peer that is not connected.", _BUG, True),
+    "already_allocated": ("UNAVAILABLE", "A pool's memory was asked for twice.", _BUG, False),
+    "already_published": ("UNAVAILABLE", "A pool was published twice.", _BUG, False),
+    "too_many_transfers": ("UNAVAILABLE", "The engine has as many reads under way as it may.", _WORKER, True),
+    "too_many_probes": ("UNAVAILABLE", "Too many questions about dead peers are open.", _WORKER, True),
+    "library_failed": ("UNAVAILABLE", "The transfer library refused a call.", _START, False),
+    "library_missing": ("UNAVAILABLE", "The transfer library is not installed.",
+                        "pip install 'genlock[nixl]' or 'genlock[mooncake]', or set transfer.engine to shm.", False),
+    "no_access": ("UNAVAILABLE", "Shared memory of the other worker cannot be opened.",
+                  "Run workers of one host as one user, or choose another transfer.engine.", False),
+    "no_proc": ("UNAVAILABLE", "/proc is not there, and shared memory is found through it.",
+                "Mount /proc, or choose another transfer.engine.", False),
+    "other_host": ("UNAVAILABLE", "Shared memory works on one host, and the peer is on another.",
+                   "Set transfer.engine to nixl or mooncake.", False),
+    "other_pid_namespace": ("UNAVAILABLE", "The peer is in another container; its memory cannot be found.",
+                            "Share the PID namespace, or set transfer.engine to nixl or mooncake.", False),
+    "port_taken": ("UNAVAILABLE", "The port is in use.", "Stop the other process or choose another port (0: any).",
+                   False),
+    "bad_host": ("UNAVAILABLE", "The address to listen on is not of this host.", _START, False),
+    "ray_failed": ("UNAVAILABLE", "Ray did not start.", "Read the message; stop left-over Ray processes (`ray stop`).",
+                   False),
+    "ray_in_use": ("UNAVAILABLE", "This process is already connected to a Ray cluster.", _START, False),
+    "registry_unreachable": (
+        "UNAVAILABLE", "The registry does not answer. Running requests go on with the last view.",
+        "Bring Redis back; check registry.url, its password and TLS.", True),
+    "registry_newer": ("UNAVAILABLE", "The registry was written by a newer version.", "Upgrade this process.", False),
+    "no_controller": ("UNAVAILABLE", "No controller is known that could change the fleet.",
+                      "Start one with `genlock controller`, or use `genlock up`.", True),
+    "helm_failed": ("UNAVAILABLE", "The chart could not be rendered.", _START, False),
+    "no_helm": ("UNAVAILABLE", "The chart's renderer is not installed.", "pip install 'genlock[deploy]'", False),
+    # Time.
+    "deadline_exceeded": ("DEADLINE_EXCEEDED", "The request's deadline passed; its pages are free again.",
+                          "Ask for fewer tokens or give more time.", True),
+    "start_timeout": ("DEADLINE_EXCEEDED", "A worker did not start in workers.start_timeout_ms.",
+                      "Read its log, or raise workers.start_timeout_ms.", False),
+    "body_timeout": ("DEADLINE_EXCEEDED", "The HTTP body did not come in time.", "Send the body without pauses.", True),
+    # The caller.
+    "cancelled": ("CANCELLED", "The caller went away; compute stopped and the pages are free.", "Nothing.", False),
+    "caller_gone": ("CANCELLED", "The decode worker closed its call; prefill stopped.", "Nothing.", False),
+    "aborted_by_caller": ("CANCELLED", "The request was ended by Abort.", "Nothing.", False),
+    "no_credential": ("UNAUTHENTICATED", "The call carries no bearer token.",
+                      "Send `authorization: Bearer <token>` (`--token`, GENLOCK_TOKEN).", False),
+    "bad_credential": ("UNAUTHENTICATED", "The token is not known here, or was revoked.", "Ask for a valid token.",
+                       False),
+    "not_an_operator": ("PERMISSION_DENIED", "The credential may use the model, not the fleet.",
+                        "Use an operator's credential.", False),
+    "operator_only": ("PERMISSION_DENIED", "The credential may use the fleet, not the model.",
+                      "Use a tenant's credential.", False),
+    "unknown_worker": ("NOT_FOUND", "No worker has that name.", "`genlock get workers` lists them.", False),
+    "unknown_node": ("NOT_FOUND", "No node has that name.", "`genlock get nodes` lists them.", False),
+    "unknown_request": ("NOT_FOUND", "No running or lately ended request has that id.",
+                        "`genlock get requests` lists those of this gateway.", False),
+    "unknown_code": ("NOT_FOUND", "No error has that reason.", "`genlock explain` alone lists all.", False),
+    "no_chart": ("NOT_FOUND", "The chart's files are not beside this installation.", "Use a checkout, or --chart.",
+                 False),
+    "no_values": ("NOT_FOUND", "The values file is not there.", "Name an existing file.", False),
+    # The fleet.
+    "revision_moved": ("ABORTED", "The fleet was changed by somebody else since it was looked at; nothing was done.",
+                       "Look again (`genlock get workers`), then repeat the change.", False),
+    "counts_moved": ("ABORTED", "The desired counts are not those that were named; nothing was done.",
+                     "Look again, then repeat the change.", False),
+    "last_worker": ("FAILED_PRECONDITION", "It is the last ready worker of its role; without it nothing is served.",
+                    "Start another one first, or use --force.", False),
+    "no_autoscaler": ("FAILED_PRECONDITION", "This controller has no autoscaler.",
+                      "Set a policy (`genlock autoscale set`), or run a controller that has one.", False),
+    "no_network": ("UNAVAILABLE", "The test network between two namespaces could not be made.",
+                   "Run as root with iproute2, or leave the link faults out.", False),
+    "registry_busy": ("UNAVAILABLE", "The registry changed under every try.", "Try again.", True),
+    # Ours.
+    "internal": ("INTERNAL", "An unexpected error, contained to this request.", _BUG, False),
+    "step_failed": ("INTERNAL", "A step of the model failed for this request.", _BUG, True),
+}  # fmt: skip
+
+_SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
+    "INVALID_ARGUMENT": (
+        "INVALID_ARGUMENT", "A field of the request or a setting cannot be served; the message names it and the fix.",
+        "Correct the named field. Nothing was started.", False),
+    "lifecycle": (
+        "INTERNAL", "A page was asked to do what its state does not allow; nothing was changed.", _BUG, False),
+})  # fmt: skip
+
+# Reasons of INVALID_ARGUMENT beside those that say it by their first word.
+_PLAIN_INPUT = frozenset(
+    """answer_too_long body_too_large context_exceeded context_too_long empty_prompt fault_not_possible
+    format_not_built fp16_unavailable malformed_request method_not_allowed model_differs model_not_installed
+    no_matplotlib no_secret no_shared_registry no_such_file no_ticket nothing_named order_not_built other_engine
+    other_layout other_protocol page_out_of_range prompt_too_long record_newer second_ticket slot_bytes_differ
+    slot_twice text_too_long token_out_of_range tokenizer_differs too_many_pages tools_unsupported
+    tracing_not_installed triton_missing unserved_layout weak_secret peer_refused""".split()  # noqa: SIM905  # a list of words reads better so
+)
+_LIFECYCLE = frozenset(
+    """double_free generation_exhausted handoff_exists header_not_own not_open not_owner not_sealed page_busy
+    page_pinned no_pin no_lease no_hold""".split()  # noqa: SIM905  # a list of words reads better so
+)
+
+
+def codes() -> tuple[Explanation, ...]:
+    """All that are explained one by one, in order of their names."""
+    return tuple(Explanation(code, *_CODES[code]) for code in sorted(_CODES))
+
+
+def explain(code: str) -> Explanation:
+    """Raises NotFound (`unknown_code`) with the nearest names."""
+    name = code.strip()
+    if name in _CODES:
+        return Explanation(name, *_CODES[name])
+    if name.upper() in HTTP_STATUS:
+        return _of_status(name.upper())
+    if name.startswith(("bad_", "unknown_", "unsupported_")) or name in _PLAIN_INPUT:
+        return Explanation(name, *_SHAPES["INVALID_ARGUMENT"])
+    if name in _LIFECYCLE:
+        return Explanation(name, *_SHAPES["lifecycle"])
+    near = difflib.get_close_matches(name, [*_CODES, *_PLAIN_INPUT], n=3)
+    hint = f"; near: {', '.join(near)}" if near else ""
+    raise NotFound("unknown_code", f"no error has the reason {name[:64]!r}{hint}", field="code")
+
+
+def _of_status(status: str) -> Explanation:
+    reasons = [code for code, entry in _CODES.items() if entry[0] == status]
+    meaning = f"A gRPC status; its reasons here: {', '.join(sorted(reasons)) or 'none'}."
+    retry = any(_CODES[code][3] for code in reasons)
+    return Explanation(status, status, meaning, "Look at the error's reason: `genlock explain REASON`.", retry)

@@ -1,0 +1,84 @@
+"""Every reason that the code can raise is explained, with the status that it has."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from cluster.operators.explain import HTTP_STATUS, codes, explain
+from kvstore.errors import GenlockError, InvalidInput, LifecycleError, NotFound
+from wire.errors import error_classes
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("kvstore", "model", "wire", "prefill", "decode", "cluster")
+
+
+def raised() -> dict[str, set[type[GenlockError]]]:
+    """reason -> the classes that are made with it, by their literal first argument."""
+    classes = error_classes()
+    found: dict[str, set[type[GenlockError]]] = defaultdict(set)
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if not isinstance(node, ast.Call) or not node.args:
+                    continue
+                name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+                first = node.args[0]
+                if name in classes and isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    found[first.value].add(classes[name])
+    return found
+
+
+def test_the_search_finds_reasons() -> None:
+    found = raised()
+    assert len(found) > 150
+    assert {kind.__name__ for kind in found["source_moved_on"]} == {"StalePage"}
+
+
+def test_every_reason_is_explained_with_its_status() -> None:
+    missing, other = [], []
+    for reason, kinds in sorted(raised().items()):
+        try:
+            told = explain(reason)
+        except NotFound:
+            missing.append(f"{reason} ({', '.join(kind.__name__ for kind in kinds)})")
+            continue
+        statuses = {kind.status for kind in kinds}
+        if told.status not in statuses:
+            other.append(f"{reason}: told {told.status}, raised as {statuses}")
+    assert not missing, "explain these in cluster/operators/explain.py: " + "; ".join(missing)
+    assert not other, other
+
+
+def test_what_does_not_name_a_field_is_explained_one_by_one() -> None:
+    general = [
+        reason
+        for reason, kinds in raised().items()
+        if not all(issubclass(kind, InvalidInput | LifecycleError) for kind in kinds)
+        and explain(reason).meaning == explain("bad_setting").meaning
+    ]
+    assert not general, general
+
+
+@pytest.mark.parametrize("code", [told.code for told in codes()])
+def test_explanations_are_sentences(code: str) -> None:
+    told = explain(code)
+    assert told.status in HTTP_STATUS
+    assert told.http_status >= 400
+    for text in (told.meaning, told.action):
+        assert text[0].isupper() or text[0] in "`p/"
+        assert len(text) < 300
+
+
+def test_a_status_lists_its_reasons() -> None:
+    told = explain("DATA_LOSS")
+    assert "digest_mismatch" in told.meaning
+    assert explain("aborted").status == "ABORTED"
+
+
+def test_an_unknown_code_names_near_ones() -> None:
+    with pytest.raises(NotFound, match="digest_mismatch"):
+        explain("digest_mismach")
