@@ -15,9 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "deploy" / "constraints.txt"
-# Extras of the images. Triton comes with torch; mooncake and nixl come from requirements/engines.txt, without what they would pull in.
+# Extras of the images. Triton comes with torch; mooncake and nixl come from requirements/engines.txt, without what they
+# would pull in.
 EXTRAS = ("tracing",)
-HEADER = "# Exact versions for the images; made by deploy/freeze.py. Triton and the libraries of CUDA follow torch, which pins them itself.\n"
+HEADER = """\
+# Exact versions for the images; made by deploy/freeze.py. Triton and the libraries of CUDA follow torch, which pins
+# them itself.
+"""
 
 
 def main() -> None:

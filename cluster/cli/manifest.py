@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -133,9 +133,17 @@ def _text(documents: Sequence[Document], output: str) -> str:
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)}, indent=2) + "\n"
     import yaml
 
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+    class Dumper(base):  # type: ignore[misc]  # which of the two is known when it runs
+        """Texts of several lines, such as the settings file, stay readable."""
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
     return "".join(
-        "---\n" + yaml.dump(document, Dumper=dumper, sort_keys=False, default_flow_style=False, width=120)
+        "---\n" + yaml.dump(document, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120)
         for document in documents
     )
 

@@ -159,12 +159,11 @@ def test_grace_follows_the_drain_limit() -> None:
 
 
 def test_one_group_may_differ_in_size_only() -> None:
-    documents = with_values("prefill.cpu=8", "prefill.gpus=2")
+    documents = with_values("prefill.cpu=8", "prefill.gpus=8", "prefill.workersPerPod=2", "decode.gpus=4")
     sizes = [container(group(documents, role)["template"])["resources"]["limits"] for role in ("prefill", "decode")]
-    assert sizes[0]["cpu"] == "8"
-    assert sizes[0]["nvidia.com/gpu"] == "2"
-    assert sizes[1]["cpu"] == "2"
+    assert [(size["cpu"], size["nvidia.com/gpu"]) for size in sizes] == [("8", "8"), ("2", "4")]
     assert check(documents) == ()
+    assert load(file_text=one(documents, "ConfigMap")["data"]["genlock.yaml"]).config.workers.gpus == 4
 
 
 def test_an_external_registry() -> None:
@@ -195,6 +194,7 @@ def test_another_release_name_reaches_everything() -> None:
         ("redis.bundled=false", "redis.address (host:port) is needed"),
         ("prefill.hugepages2Mi=many", "/prefill/hugepages2Mi"),
         ("ports.grpc=70000", "/ports/grpc"),
+        ("prefill.gpus=8 decode.gpus=4", "as many GPUs for one worker"),
     ],
 )
 def test_values_that_the_chart_refuses(change: str, says: str) -> None:
@@ -221,6 +221,21 @@ def test_the_schema_knows_every_default() -> None:
         ]
 
     assert walk(values, schema, "") == []
+
+
+def test_ray_knows_its_flags() -> None:
+    documents = manifests("h100-8-nodes")
+    cluster = one(documents, "RayCluster")["spec"]
+    flags = {
+        f"--{flag}"
+        for entry in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+        for flag in entry["rayStartParams"]
+    }
+    sidecar = one(documents, "Deployment", "genlock-controller")["spec"]["template"]["spec"]["initContainers"][0]
+    flags |= {word.split("=")[0] for word in sidecar["args"][0].split() if word.startswith("--")}
+    assert "--address" in flags
+    assert "--num-cpus" in flags
+    assert flags <= support.ray_flags()
 
 
 @pytest.mark.parametrize("name", SHIPPED)

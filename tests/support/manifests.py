@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,12 @@ def cel_errors(schema: Document, value: Any, path: str = "") -> Iterator[str]:
     elif isinstance(value, list):
         for index, entry in enumerate(value):
             yield from cel_errors(schema.get("items", {}), entry, f"{path}[{index}]")
+
+
+def ray_flags() -> frozenset[str]:
+    """Options of the `ray` command, read from its source: importing it takes seconds and warns."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "scripts" / "scripts.py").read_text()
+    return frozenset(re.findall(r'"(--[a-z-]+)"', text))

@@ -10,6 +10,10 @@ min-worker-port: "10002"
 max-worker-port: "10999"
 {{- end }}
 
+{{- define "genlock.rayPortFlags" -}}
+{{- range $flag, $value := fromYaml (include "genlock.rayPorts" .) }} --{{ $flag }}={{ $value }}{{- end }}
+{{- end }}
+
 {{/* One worker group of the RayCluster: root, role, group. Both roles come from here and so share image and settings. */}}
 {{- define "genlock.group" -}}
 {{- $root := .root }}
@@ -17,11 +21,17 @@ max-worker-port: "10999"
 {{- if lt (int $group.maxReplicas) (int $group.minReplicas) }}
 {{- fail (printf "%s.maxReplicas must not be below %s.minReplicas" .role .role) }}
 {{- end }}
+{{- $own := divf $group.gpus $group.workersPerPod }}
+{{- if ne $own (divf $root.Values.prefill.gpus $root.Values.prefill.workersPerPod) }}
+{{- fail "prefill and decode must have as many GPUs for one worker: gpus / workersPerPod differs" }}
+{{- end }}
 - groupName: {{ .role }}
   replicas: {{ $group.replicas }}
   minReplicas: {{ $group.minReplicas }}
   maxReplicas: {{ $group.maxReplicas }}
   numOfHosts: 1
+  # Labels of the Ray nodes, for placement.
+  labels: {genlock-role: {{ .role }}}
   rayStartParams:
     resources: {{ printf "\"{\\\"%s\\\": %d}\"" .role (int $group.workersPerPod) | squote }}
     {{- include "genlock.rayPorts" $root | nindent 4 }}

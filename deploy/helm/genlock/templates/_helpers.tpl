@@ -62,7 +62,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
     "decode" (mul .Values.decode.replicas .Values.decode.workersPerPod))
   "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics)
   "registry" (dict "namespace" (include "genlock.name" .))
+  "control" (dict "host" "0.0.0.0" "port" .Values.ports.controller "ray_address" "auto")
 -}}
+{{- if .Values.prefill.gpus }}
+{{- $_ := set $own.workers "gpus" (divf .Values.prefill.gpus .Values.prefill.workersPerPod) }}
+{{- end }}
 {{- if .Values.tenants.secretName }}
 {{- $_ := set $own.api "tenants_file" "/etc/genlock/tenants/tenants.yaml" }}
 {{- end }}
@@ -176,6 +180,15 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Ray's token: the named Secret, or the one that KubeRay makes with the cluster's name. */}}
+{{- define "genlock.rayAuthEnv" -}}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.ray.authSecretName | default (include "genlock.name" .) }}, key: auth_token}
 {{- end }}
 
 {{/* A change of the settings file starts new pods of Deployments. */}}
