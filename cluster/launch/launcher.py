@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.launch.spec import Worker, WorkerBuilder, WorkerSpec
+from cluster.roles import Role
 from kvstore.errors import DeadlineExceeded, NotFound
 
 # Called with the worker's id and what is known about its end; never for a worker that was asked to stop.
@@ -15,6 +19,27 @@ OnLost = Callable[[str, str], None]
 
 def ignore_loss(_worker_id: str, _detail: str) -> None:
     """For callers that find out by themselves."""
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A live worker that this launcher had not started itself. `endpoint` "": it is still starting."""
+
+    worker_id: str
+    role: Role
+    endpoint: str
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    node: str
+    alive: bool
+    cpus: float
+    cpus_free: float
+    gpus: float
+    gpus_free: float
+    workers: tuple[str, ...]
 
 
 class Launcher(Protocol):
@@ -36,6 +61,21 @@ class Launcher(Protocol):
     async def kill(self, worker_id: str) -> None:
         """Ends the worker at once. Raises NotFound."""
         ...
+
+    async def adopt(self, on_lost: OnLost) -> list[Adopted]:
+        """Takes over live workers of this cluster that an earlier process started."""
+        ...
+
+    async def check_room(self, specs: list[WorkerSpec]) -> None:
+        """Raises NoCapacity (`no_place`) naming demand and supply where these could never have a place beside what
+        runs."""
+        ...
+
+    async def node_of(self, worker_id: str) -> str:
+        """The node that a started worker is on; "" where that is not known."""
+        ...
+
+    async def nodes(self) -> list[NodeFacts]: ...
 
     async def close(self) -> None: ...
 
@@ -69,6 +109,19 @@ class InProcessLauncher:
 
     async def kill(self, worker_id: str) -> None:
         await self._pop(worker_id).stop(0)
+
+    async def adopt(self, on_lost: OnLost) -> list[Adopted]:
+        return []
+
+    async def check_room(self, specs: list[WorkerSpec]) -> None:
+        return None
+
+    async def node_of(self, worker_id: str) -> str:
+        return socket.gethostname()
+
+    async def nodes(self) -> list[NodeFacts]:
+        cpus = float(len(os.sched_getaffinity(0)))
+        return [NodeFacts(socket.gethostname(), True, cpus, cpus, 0.0, 0.0, tuple(sorted(self.workers)))]
 
     async def close(self) -> None:
         workers, self.workers = list(self.workers.values()), {}

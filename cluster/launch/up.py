@@ -1,4 +1,8 @@
-"""A whole cluster: workers, then the gateway in front of them; stopped in the opposite order."""
+"""A whole cluster: workers, the gateway in front of them, the controller behind; stopped in the opposite order.
+
+The first start is all or nothing, and its failure is the caller's. From then on the controller keeps the fleet as it is
+wanted: a worker that dies comes back.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.config import with_secret
+from cluster.control.controller import Controller
+from cluster.control.operations import Operations
+from cluster.control.state import Ended, Found, State
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.server import Gateway
 from cluster.gateway.state import GatewayState
+from cluster.gateway.watch import RegistryWatch
+from cluster.launch.hands import LauncherHands, make_controller, spec_of
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
+from cluster.registry.base import Registry
+from cluster.registry.make import registry_from
 from cluster.roles import Role
 from cluster.settings import Config
 
@@ -50,7 +61,7 @@ class Door(Protocol):
 
 
 class Cluster:
-    """Prefill and decode workers behind one gateway."""
+    """Prefill and decode workers behind one gateway, kept by one controller."""
 
     def __init__(
         self,
@@ -73,13 +84,24 @@ class Cluster:
         self._door: Door | None = None
         self.url = ""
         self._gateway: Gateway | None = None
+        self._controller: Controller | None = None
+        self._operations: Operations | None = None
+        self._watch: RegistryWatch | None = None
         self._worker_ids: list[str] = []
+        # Ends of workers that came before there was a controller to tell.
+        self._early: list[tuple[str, str]] = []
 
     @property
     def gateway(self) -> Gateway:
         """There once `start` has returned."""
         assert self._gateway is not None
         return self._gateway
+
+    @property
+    def operations(self) -> Operations:
+        """What operators may ask of the fleet. There once `start` has returned."""
+        assert self._operations is not None
+        return self._operations
 
     async def start(self) -> str:
         """Returns the gateway's endpoint when a request can be served. Whatever fails, nothing is left behind."""
@@ -94,7 +116,6 @@ class Cluster:
         grace_ms = self.config.workers.drain_timeout_ms if grace_ms is None else grace_ms
         gateway, self._gateway = self._gateway, None
         door, self._door = self._door, None
-        worker_ids, self._worker_ids = self._worker_ids, []
         try:
             try:
                 if gateway is not None:
@@ -102,6 +123,7 @@ class Cluster:
             finally:
                 if door is not None:
                     await door.stop()
+                worker_ids = await self._stop_control()
             # Decode first: it releases what prefill keeps for it.
             for role in (Role.DECODE, Role.PREFILL):
                 ids = [worker_id for worker_id in worker_ids if worker_id.startswith(role.value)]
@@ -112,9 +134,12 @@ class Cluster:
 
     async def kill_worker(self, worker_id: str) -> None:
         """Ends a worker at once, as a crash would. Raises NotFound."""
+        controller = self._controller
+        assert controller is not None, "started"
+        life = controller.row(worker_id).life
         await self.launcher.kill(worker_id)
-        self._worker_ids.remove(worker_id)
         self.gateway.worker_lost(worker_id, "killed")
+        controller.hear(Ended(worker_id, life, "killed"))
 
     async def _start(self) -> str:
         config = self.config
@@ -138,8 +163,55 @@ class Cluster:
         for spec, worker_endpoint in zip(specs, endpoints, strict=True):
             gateway.add_worker(spec.worker_id, spec.role, worker_endpoint)
         await gateway.wait_ready(READY_TIMEOUT_MS)
+        await self._start_control(gateway, specs, endpoints)
         self._report(f"serving at {endpoint}" + (f" and {self.url}" if self.url else ""))
         return endpoint
+
+    async def _start_control(self, gateway: Gateway, specs: list[WorkerSpec], endpoints: list[str]) -> None:
+        """From here on the controller owns the workers, and the gateway follows its registry."""
+        registry: Registry = registry_from(self.config, self._seams.sources.now_ms)
+        controller = make_controller(self.config, registry, LauncherHands(self.config, self.launcher, self._lost))
+        controller.on_change = self._follow
+        found = [
+            Found(spec.worker_id, spec.role, endpoint, node=await self.launcher.node_of(spec.worker_id))
+            for spec, endpoint in zip(specs, endpoints, strict=True)
+        ]
+        self._controller = controller
+        await controller.start(found)
+        await controller.turned(lambda state: len(state.rows) >= len(found), READY_TIMEOUT_MS)
+        early, self._early = self._early, []
+        for worker_id, detail in early:
+            self._tell_end(worker_id, detail)
+        self._operations = Operations(controller, autoscale_ms=self.config.control.autoscale_ms)
+        self._operations.start()
+        self._watch = RegistryWatch(gateway.state, registry)
+        self._watch.start()
+
+    async def _stop_control(self) -> list[str]:
+        """Ends watch and controller. Returns the workers that there may still be."""
+        watch, self._watch = self._watch, None
+        operations, self._operations = self._operations, None
+        controller, self._controller = self._controller, None
+        worker_ids, self._worker_ids = self._worker_ids, []
+        if watch is not None:
+            await watch.stop()
+        if operations is not None:
+            await operations.stop()
+        if controller is not None:
+            await controller.stop()
+            worker_ids = [row.worker_id for row in controller.state.rows.values() if row.alive]
+        return worker_ids
+
+    def _follow(self, before: State, after: State) -> None:
+        """The gateway hears of a new place at once; of cordons and of those that left it reads in the registry."""
+        for row in after.rows.values():
+            known = before.rows.get(row.worker_id)
+            if self._gateway is None or not row.endpoint or (known is not None and known.endpoint == row.endpoint):
+                continue
+            routed = self._gateway.state.fleet.workers.get(row.worker_id)
+            if routed is None or routed.endpoint != row.endpoint:
+                self._report(f"{row.worker_id} is up at {row.endpoint}")
+                self._gateway.add_worker(row.worker_id, row.role, row.endpoint)
 
     async def _load_all(self, specs: list[WorkerSpec]) -> tuple[ServedModel, list[str]]:
         """Starts all workers and loads the tokenizer at once. The first failure cancels the others, which then remove
@@ -156,7 +228,7 @@ class Cluster:
         return served.result(), [task.result() for task in starts]
 
     async def _start_worker(self, spec: WorkerSpec) -> str:
-        endpoint = await self.launcher.start(spec, self._lost)
+        endpoint = await self.launcher.start(spec, self._first_lost)
         self._worker_ids.append(spec.worker_id)
         self._report(f"{spec.worker_id} is up at {endpoint}")
         return endpoint
@@ -166,12 +238,20 @@ class Cluster:
         if self._gateway is not None:
             self._gateway.worker_lost(worker_id, detail)
 
+    def _first_lost(self, worker_id: str, detail: str) -> None:
+        """The end of a worker of the first start."""
+        self._lost(worker_id, detail)
+        self._tell_end(worker_id, detail)
+
+    def _tell_end(self, worker_id: str, detail: str) -> None:
+        controller = self._controller
+        if controller is None or worker_id not in controller.state.rows:
+            self._early.append((worker_id, detail))
+        else:
+            controller.hear(Ended(worker_id, controller.row(worker_id).life, detail))
+
 
 def specs_of(config: Config) -> list[WorkerSpec]:
     """One spec for each configured worker, prefill first."""
     counts = ((Role.PREFILL, config.workers.prefill), (Role.DECODE, config.workers.decode))
-    return [
-        WorkerSpec(role, f"{role.value}-{index}", config, host=config.workers.host)
-        for role, count in counts
-        for index in range(count)
-    ]
+    return [spec_of(config, role, f"{role.value}-{index}") for role, count in counts for index in range(count)]

@@ -153,7 +153,7 @@ def test_a_worker_found_draining_ends_and_is_the_one_that_goes():
 
 def test_a_found_worker_that_is_to_go_drains_and_one_without_an_endpoint_is_stopped():
     found = [Found("decode-0", Role.DECODE, "h:1", 7), Found("decode-1", Role.DECODE)]
-    new, actions = reconcile(State(desired(0, 0), policy=POLICY), NOW, found)
+    _new, actions = reconcile(State(desired(0, 0), policy=POLICY), NOW, found)
     assert did(actions) == [Drain("decode-0", 1, NOW + 500), Stop("decode-1", 2)]
 
 

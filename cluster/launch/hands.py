@@ -1,0 +1,100 @@
+"""The controller's hands on a launcher: which spec a worker of a name gets, and how settings become its policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from cluster.control.api import NodeRow
+from cluster.control.asker import GrpcAsker
+from cluster.control.controller import Clocks, Controller, Times
+from cluster.control.hands import OnLost, Place
+from cluster.control.state import Found, Policy
+from cluster.launch.launcher import Launcher
+from cluster.launch.spec import WorkerSpec
+from cluster.registry.base import Registry
+from cluster.registry.make import is_shared
+from cluster.roles import Role
+from cluster.settings import Config
+
+
+def spec_of(config: Config, role: Role, worker_id: str) -> WorkerSpec:
+    """`config` carries the cluster secret."""
+    return WorkerSpec(role, worker_id, config, host=config.workers.host)
+
+
+class LauncherHands:
+    """Workers as a launcher starts them. `also_lost` hears of each end that nobody asked for."""
+
+    def __init__(self, config: Config, launcher: Launcher, also_lost: OnLost) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._also_lost = also_lost
+
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
+        endpoint = await self._launcher.start(spec_of(self._config, role, worker_id), self._both(on_lost))
+        return Place(endpoint, await self._launcher.node_of(worker_id))
+
+    async def stop(self, worker_id: str) -> None:
+        await self._launcher.stop(worker_id, 0)
+
+    async def kill(self, worker_id: str) -> None:
+        await self._launcher.kill(worker_id)
+
+    async def adopt(self, on_lost: OnLost) -> Sequence[Found]:
+        return [
+            Found(one.worker_id, one.role, one.endpoint, node=one.node)
+            for one in await self._launcher.adopt(self._both(on_lost))
+        ]
+
+    async def check_room(self, counts: dict[Role, int]) -> None:
+        specs = [
+            spec_of(self._config, role, f"{role.value}-{index}") for role, count in counts.items()
+            for index in range(count)
+        ]  # fmt: skip
+        if specs:
+            await self._launcher.check_room(specs)
+
+    async def nodes(self) -> Sequence[NodeRow]:
+        return [
+            NodeRow(node.node, node.alive, node.cpus, node.cpus_free, node.gpus, node.gpus_free, node.workers)
+            for node in await self._launcher.nodes()
+        ]
+
+    def _both(self, on_lost: OnLost) -> OnLost:
+        def lost(worker_id: str, detail: str) -> None:
+            self._also_lost(worker_id, detail)
+            on_lost(worker_id, detail)
+
+        return lost
+
+
+def policy_of(config: Config) -> Policy:
+    workers, control = config.workers, config.control
+    return Policy(
+        start_ms=workers.start_timeout_ms,
+        drain_ms=workers.drain_timeout_ms,
+        open_ms=control.drain_open_ms,
+        stop_ms=control.stop_timeout_ms,
+        backoff_ms=control.backoff_ms,
+        backoff_cap_ms=control.backoff_cap_ms,
+        healthy_ms=control.healthy_ms,
+        stall_ms=workers.stall_ms,
+        kill_ms=control.kill_ms,
+        surge=control.surge,
+        restart=control.restart,
+    )
+
+
+def make_controller(config: Config, registry: Registry, hands: LauncherHands) -> Controller:
+    """Not started. Where the registry is this process's own, the controller tells it of the workers."""
+    workers, control = config.workers, config.control
+    times = Times(
+        reconcile_ms=control.reconcile_ms,
+        poll_ms=workers.status_poll_ms,
+        poll_timeout_ms=workers.status_timeout_ms,
+        feed_ttl_ms=0 if is_shared(config) else config.registry.ttl_ms,
+    )
+    clocks = Clocks(lambda: time.monotonic() * 1000, lambda: int(time.time() * 1000))
+    seed = (workers.prefill, workers.decode)
+    return Controller(policy_of(config), times, registry, hands, GrpcAsker(), clocks, seed)
