@@ -23,6 +23,7 @@ from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket, finish_reason
 from wire.admission import Admission
 from wire.errors import surprise
+from wire.load import LoadTally
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 from wire.tracing import Trail, current_request, no_trail
@@ -109,6 +110,7 @@ class DecodeEngine:
         self._tokens = 0
         self._outcomes: Counter[str] = Counter()
         self.tally = StepTally()
+        self.load = LoadTally()
         self.loop = StepLoop("decode-steps", self._turn, clock)
 
     def start(self, aio: asyncio.AbstractEventLoop) -> None:
@@ -126,6 +128,7 @@ class DecodeEngine:
         def work() -> int:
             request_no = self.core.submit(ticket, self._clock(), deadline_ms)
             self._live[request_no] = _Live(ticket, endpoint, worker, sink, trail)
+            self.load.arrived(len(ticket.token_ids))
             trail.enter("queue")
             return request_no
 
@@ -187,9 +190,11 @@ class DecodeEngine:
         self._deliver(outcomes)
         if plan is None:
             return bool(outcomes)
+        begun_ms = self._clock()
         published = self._runner.run(plan, {row.request_no: self._sample_row(row.request_no) for row in plan.rows})
         self._steps += 1
         self.tally.add(len(plan.rows), plan.tokens)
+        self.load.step(len(plan.rows), plan.tokens, self._clock() - begun_ms)
         self._count(plan)
         self._deliver(self.core.apply(plan, published, self._clock()))
         return True
@@ -281,5 +286,6 @@ class DecodeEngine:
         facts.transfer_ms += result.transfer_ms
         if not start.ticket.generated_tokens:  # a later attempt may find its own answer in the cache
             facts.cached_tokens = result.cached_tokens
+            self.load.first_token(facts.queue_ms + facts.prefill_ms + facts.transfer_ms)
         facts.pages_received += result.pages if result.verified else 0
         self._deliver(self.core.joined(start.request_no, result.first, self._clock()))

@@ -138,6 +138,12 @@ class PrefillCore(Generic[T]):
 
     # --- events -------------------------------------------------------------------------------------------------
 
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that wait or are being computed. A snapshot from any thread."""
+        known = (*list(self._waiting.values()), *list(self._running.values()))
+        return sum(len(seq.ticket.token_ids) - seq.done_tokens for seq in known)
+
     def submit(self, ticket: Ticket, now_ms: int) -> PrefillSequence:
         """Queues a prompt. Raises InvalidInput or NoCapacity before any page is taken."""
         tokens, page_tokens = len(ticket.token_ids), self._guard.layout.page_tokens

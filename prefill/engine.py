@@ -16,6 +16,7 @@ from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket
 from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, PrefillSequence
 from wire.admission import Admission
+from wire.load import LoadTally
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 
@@ -69,6 +70,7 @@ class PrefillEngine:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self.tally = StepTally()
+        self.load = LoadTally()
         self.loop = StepLoop("prefill-steps", self._turn, clock)
 
     async def submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
@@ -118,6 +120,7 @@ class PrefillEngine:
     def _submit(self, ticket: Ticket, sink: Sink, now_ms: int) -> PrefillSequence:
         seq = self.core.submit(ticket, now_ms)
         self._sinks[seq.request_no] = sink
+        self.load.arrived(len(ticket.token_ids))
         return seq
 
     def _cancel(self, request_no: int) -> None:
@@ -145,7 +148,9 @@ class PrefillEngine:
         sampling = {
             row.request_no: self._sample_row(row.request_no, row.context_len) for row in plan.rows if row.wants_logits
         }
+        begun_ms = self._clock()
         published = self._runner.run(plan, sampling)
+        self.load.step(len(plan.rows), plan.tokens, self._clock() - begun_ms)
         self._steps += 1
         self._tokens += plan.tokens
         self.tally.add(len(plan.rows), plan.tokens)
@@ -164,6 +169,7 @@ class PrefillEngine:
             self._outcomes[event.error.reason] += 1
         seq = self.core.sequence(event.request_no)
         if seq is not None and isinstance(event, HandoffCompleted):
+            self.load.waited(event.queue_ms)
             self._prompt_tokens += len(seq.ticket.token_ids)
             self._cached_tokens += seq.cached_tokens
         events = [event]

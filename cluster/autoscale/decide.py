@@ -200,6 +200,8 @@ def _clamp(policy: Policy, raw: Counts, current: Counts, idle: bool, notes: _Not
         low = Counts(policy.prefill.low, policy.decode.low)
         notes.add(f"no request for {policy.to_zero.idle_ms / 1000:.0f} s: down to {low.prefill}P + {low.decode}D")
         return low
+    if policy.to_zero.enabled and raw == current == Counts(0, 0):
+        return raw
     counts = Counts(_within(policy.prefill, raw.prefill), _within(policy.decode, raw.decode))
     if counts != raw:
         notes.add(f"bounds: {raw.prefill}P + {raw.decode}D becomes {counts.prefill}P + {counts.decode}D")

@@ -191,6 +191,10 @@ class BuiltWorker:
             peers=[proof_to_proto(verdict) for verdict in peers.verdicts] if peers is not None else [],
             proves_peers=peers is not None and peers.proves,
             owed_handoffs=engine.owed() if isinstance(engine, DecodeEngine) else {},
+            load=engine.load.read(
+                backlog_tokens=engine.core.backlog_tokens if isinstance(engine, PrefillEngine) else 0,
+                slots=self.spec.config.workers.max_running,
+            ),
         )
 
     def reading(self) -> WorkerReading:
@@ -256,7 +260,7 @@ class BuiltWorker:
         timeout_ms = self.spec.config.transfer.timeout_ms
         prover = PeerProver(self.guard, receiver, self._keyer, timeout_ms)
         self._handoffs = Handoffs(
-            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), None), self._executor,
+            self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), prover), self._executor,
             self.tuning.clock, timeout_ms, self.tuning.pull, self._prover,
         )  # fmt: skip
         self.engine = DecodeEngine(

@@ -783,6 +783,7 @@ class WorkerStatus(_message.Message):
     PROVES_PEERS_FIELD_NUMBER: _builtins.int
     METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     OWED_HANDOFFS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -821,6 +822,8 @@ class WorkerStatus(_message.Message):
     def owed_handoffs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Requests of this decode worker that still need a handoff, by the prefill worker it is to come from."""
 
+    @_builtins.property
+    def load(self) -> Global___LoadCounters: ...
     def __init__(
         self,
         *,
@@ -844,14 +847,76 @@ class WorkerStatus(_message.Message):
         proves_peers: _builtins.bool = ...,
         metrics_endpoint: _builtins.str = ...,
         owed_handoffs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        load: Global___LoadCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "metrics_endpoint", b"metrics_endpoint", "outcomes", b"outcomes", "owed_handoffs", b"owed_handoffs", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "load", b"load", "metrics_endpoint", b"metrics_endpoint", "outcomes", b"outcomes", "owed_handoffs", b"owed_handoffs", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class LoadCounters(_message.Message):
+    """Sums that only grow within one life of a worker, beside `backlog_tokens` and `slots`, which are as of now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    ARRIVED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ARRIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    BUSY_MS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_MS_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    backlog_tokens: _builtins.int
+    """Prompt tokens that wait or are being computed (prefill)."""
+    slots: _builtins.int
+    """Most requests in one step."""
+    arrived_requests: _builtins.int
+    arrived_tokens: _builtins.int
+    """Prompt tokens of these."""
+    busy_ms: _builtins.int
+    """Milliseconds inside steps."""
+    computed_tokens: _builtins.int
+    queue_ms: _builtins.int
+    """Milliseconds that requests waited for their prefill, and how many (prefill)."""
+    queued: _builtins.int
+    first_token_ms: _builtins.int
+    """From a request's coming to its first token, and how many (decode)."""
+    first_tokens: _builtins.int
+    token_ms: _builtins.int
+    """Each step's time once for each of its rows, and the rows."""
+    token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        backlog_tokens: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        arrived_requests: _builtins.int = ...,
+        arrived_tokens: _builtins.int = ...,
+        busy_ms: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        queue_ms: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        first_token_ms: _builtins.int = ...,
+        first_tokens: _builtins.int = ...,
+        token_ms: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_requests", b"arrived_requests", "arrived_tokens", b"arrived_tokens", "backlog_tokens", b"backlog_tokens", "busy_ms", b"busy_ms", "computed_tokens", b"computed_tokens", "first_token_ms", b"first_token_ms", "first_tokens", b"first_tokens", "queue_ms", b"queue_ms", "queued", b"queued", "slots", b"slots", "token_count", b"token_count", "token_ms", b"token_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadCounters: _TypeAlias = LoadCounters  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
