@@ -24,8 +24,10 @@ from wire.tally import StepReading, TallyReading
 MAX_CAUSES = 128
 OTHER = "other"
 OK = "ok"
+COMPARED = "compared"
 # Outcomes of workers that end no request.
 EVENTS = frozenset({"preempted", "unknown_handoff"})
+PASSING = frozenset({OK, COMPARED})
 READS = frozenset({"read_entry", "read_kernel", "read_exit", "write_rows"})
 
 
@@ -58,7 +60,7 @@ def verification(counters: Mapping[str, int]) -> tuple[dict[tuple[str, str], int
         if slash:
             checks[check, result] = count
         elif name in READS:
-            checks[name, "compared"] = count
+            checks[name, COMPARED] = count
         elif name.startswith("refused_"):
             checks["step", name.removeprefix("refused_")] = count
         else:
@@ -179,6 +181,11 @@ def _checks(reading: WorkerReading, role: str) -> Iterator[Metric]:
     for (check, result), count in sorted(checks.items()):
         family.add_metric((role, check, result), count)
     yield family
+    # There from the start, unlike a cause's own series: an alert sees the first one.
+    yield counter(
+        "genlock_checks_failed", "Checks of pages and rows that found something wrong, all causes together.", role,
+        sum(count for (_check, result), count in checks.items() if result not in PASSING),
+    )  # fmt: skip
     other = CounterMetricFamily("genlock_page_events", "What else happened to pages.", labels=("role", "event"))
     for event, count in sorted(bounded(events).items()):
         other.add_metric((role, event), count)

@@ -30,8 +30,7 @@ ROLE = "gateway"
 # Whose statuses say that the request itself, or its caller, was not to be served.
 REFUSING = frozenset(
     {
-        "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "RESOURCE_EXHAUSTED",
-        "FAILED_PRECONDITION",
+        "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "FAILED_PRECONDITION",
     }
 )  # fmt: skip
 
@@ -39,7 +38,8 @@ REFUSING = frozenset(
 class Outcome(StrEnum):
     OK = "ok"
     CANCELLED = "cancelled"  # by the caller
-    REFUSED = "refused"  # before any work, or for want of room
+    REFUSED = "refused"  # what was asked, or who asked, is not served
+    SHED = "shed"  # for want of room; the caller may retry
     FAILED = "failed"  # everything that an operator should look at
 
 
@@ -49,6 +49,8 @@ def outcome_of(error: GenlockError | None) -> tuple[Outcome, str]:
         return Outcome.OK, OK
     if error.status == "CANCELLED":
         return Outcome.CANCELLED, error.reason
+    if error.status == "RESOURCE_EXHAUSTED":
+        return Outcome.SHED, error.reason
     return (Outcome.REFUSED if error.status in REFUSING else Outcome.FAILED), error.reason
 
 
@@ -64,20 +66,29 @@ class GatewayReading:
     fleet: Fleet
 
 
+# There from the start, so that a rate sees the first one.
+EXPECTED = (
+    (Outcome.OK, OK),
+    (Outcome.CANCELLED, "cancelled"),
+    (Outcome.SHED, "gateway_full"),
+    (Outcome.FAILED, "internal"),
+)
+
+
 class GatewayMetrics:
     """Counts, and the registry that shows them. `read` gives what is not counted here."""
 
     def __init__(self, read: Callable[[], GatewayReading]) -> None:
-        self._ended: Count[tuple[Outcome, str]] = Count()
-        self.registry: CollectorRegistry = new_registry(_GatewayCollector(read, self._ended))
+        self._ended: Count[tuple[Outcome, str]] = Count(dict.fromkeys(EXPECTED, 0))
         self._times = {
-            name: Histogram(f"genlock_request_{name}_seconds", doc, buckets=SECONDS, registry=self.registry)
+            name: Histogram(f"genlock_request_{name}_seconds", doc, buckets=SECONDS, registry=None)
             for name, doc in _TIMES.items()
         }
         self._tokens = {
-            name: Counter(f"genlock_request_{name}_tokens", doc, registry=self.registry)
-            for name, doc in _TOKENS.items()
+            name: Counter(f"genlock_request_{name}_tokens", doc, registry=None) for name, doc in _TOKENS.items()
         }
+        counted = (*self._times.values(), *self._tokens.values())
+        self.registry: CollectorRegistry = new_registry(_GatewayCollector(read, self._ended, counted))
 
     def ended(self, error: GenlockError | None, total_ms: float) -> tuple[Outcome, str]:
         """A request has ended: counted once, whatever happened. Returns how."""
@@ -128,9 +139,15 @@ _TOKENS: Mapping[str, str] = MappingProxyType(
 
 
 class _GatewayCollector(Collector):
-    def __init__(self, read: Callable[[], GatewayReading], ended: Mapping[tuple[Outcome, str], int]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], GatewayReading],
+        ended: Mapping[tuple[Outcome, str], int],
+        counted: tuple[Collector, ...],
+    ) -> None:
         self._read = read
         self._ended = ended
+        self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
         reading = self._read()
@@ -157,6 +174,11 @@ class _GatewayCollector(Collector):
             for state in WorkerState:
                 workers.add_metric((role.value, state.value.lower()), counts[role, state])
         yield workers
+        for collector in self._counted:
+            for family in collector.collect():
+                # When a series was made is no news: it is when the process began.
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
 
 
 def targets_of(fleet: Fleet) -> tuple[Target, ...]:

@@ -82,7 +82,7 @@ def test_invented_causes_do_not_grow_without_end():
     for cause in counts:
         metrics.ended(GenlockError(cause), 1.0)
     shown = exposed(metrics.registry).by("genlock_requests_total", "outcome", "cause")
-    assert len(shown) == MAX_CAUSES + 1
+    assert len(shown) <= MAX_CAUSES + 1
     assert sum(shown.values()) == MAX_CAUSES + 50
 
 
@@ -92,7 +92,7 @@ def test_invented_causes_do_not_grow_without_end():
         (None, Outcome.OK),
         (Cancelled("cancelled"), Outcome.CANCELLED),
         (InvalidInput("bad_x"), Outcome.REFUSED),
-        (NoCapacity("gateway_full"), Outcome.REFUSED),
+        (NoCapacity("gateway_full"), Outcome.SHED),
         (Unavailable("stream_cut"), Outcome.FAILED),
         (StalePage("stale_ref"), Outcome.FAILED),
         (CorruptPage("digest_mismatch"), Outcome.FAILED),
