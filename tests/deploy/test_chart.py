@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from cluster.cli.main import COMMANDS, cli
 from cluster.config import load
 from cluster.manifests.chart import assignment, merged, render
 from cluster.manifests.rules import check
+from cluster.settings import Config
 from kvstore.errors import InvalidInput
 from tests.support import manifests as support
 from tests.support.manifests import DEFAULTS, KUBERNETES, SHIPPED, container, group, manifests, need, one
@@ -173,6 +175,22 @@ def test_an_external_registry() -> None:
     assert options["redisAddress"] == "rediss://cache.example:6380"
     variables = container(group(documents, "decode")["template"])["env"]
     assert {"name": "GENLOCK_REGISTRY_URL", "value": "rediss://cache.example:6380/0"} in variables
+
+
+def test_tls_comes_from_a_secret() -> None:
+    documents = with_values("tls.secretName=genlock-tls")
+    for where in (one(documents, "Deployment", "genlock-gateway")["spec"], group(documents, "decode")):
+        pod = where["template"]["spec"]
+        assert {"name": "tls", "secret": {"secretName": "genlock-tls", "defaultMode": 0o440}} in pod["volumes"]
+        entry = container(where["template"])
+        assert {"name": "tls", "mountPath": "/etc/genlock/tls", "readOnly": True} in entry["volumeMounts"]
+        assert {"name": "GENLOCK_TLS_KEY_FILE", "value": "/etc/genlock/tls/tls.key"} in entry["env"]
+    # The kubelet's gRPC probe speaks no TLS.
+    gateway = container(one(documents, "Deployment", "genlock-gateway")["spec"]["template"])
+    assert all("grpc" not in gateway[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe"))
+    if "tls" not in {section.name for section in dataclasses.fields(Config)}:
+        pytest.skip("settings have no section tls in this version")
+    assert check(documents) == ()
 
 
 def test_another_release_name_reaches_everything() -> None:
