@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -28,8 +28,18 @@ READY_TIMEOUT_MS = 60_000
 STATUS_TIMEOUT_S = 2.0
 PORT_TRIES = 50
 PORT_PAUSE_S = 0.1
+PID_TRIES = 20
 
 Place = Callable[[WorkerSpec], WorkerSpec]
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker that nobody killed. `was_stopped`: by SIGSTOP, in this life."""
+
+    worker_id: str
+    was_stopped: bool
+    detail: str
 
 
 class Arena:
@@ -56,6 +66,13 @@ class Arena:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._gateway: Gateway | None = None
         self._gateway_lock = asyncio.Lock()
+        self._locks = {name: asyncio.Lock() for name in self._specs}
+        self._doomed: set[str] = set()
+        self._dead: set[str] = set()
+        self._rescues: set[asyncio.Task[None]] = set()
+        self._stopped: set[str] = set()  # lives that were stopped once
+        self.deaths: list[Death] = []
+        self.rescue_errors: list[str] = []
         self.endpoint = ""
 
     @property
@@ -75,6 +92,9 @@ class Arena:
     async def stop(self) -> None:
         for pid in self._pids.values():  # a stopped process would not hear Ray's word
             _signal(pid, signal.SIGCONT)
+        for task in tuple(self._rescues):
+            task.cancel()
+        await asyncio.gather(*self._rescues, return_exceptions=True)
         for channel in self._channels.values():
             await channel.close(None)
         gateway, self._gateway = self._gateway, None
@@ -86,13 +106,38 @@ class Arena:
 
     # --- what a fault does ------------------------------------------------------------------------------------------
 
-    def signal(self, worker_id: str, number: signal.Signals) -> None:
-        """Sends a signal to a worker's process."""
-        if not _signal(self._pids[worker_id], number):
-            raise Unavailable("no_process", f"{worker_id} has no process {self._pids[worker_id]}")
+    async def kill(self, worker_id: str, down_s: float, pages: int = 0) -> None:
+        """SIGKILL; `down_s` later another life begins, same name. `pages`: size of its pool, 0 for the configured
+        one."""
+        async with self._locks[worker_id]:
+            self._doomed.add(worker_id)
+            _signal(self._pids[worker_id], signal.SIGKILL)
+            await asyncio.sleep(down_s)
+            await self._revive(worker_id, pages)
 
-    async def revive(self, worker_id: str, pages: int = 0) -> None:
-        """Another life of a killed worker, same name; `pages`: size of its pool, 0 for the configured one."""
+    def halt(self, worker_id: str) -> None:
+        """SIGSTOP."""
+        self._stopped.add(worker_id)
+        _signal(self._pids[worker_id], signal.SIGSTOP)
+
+    def go_on(self, worker_id: str) -> None:
+        """SIGCONT."""
+        _signal(self._pids[worker_id], signal.SIGCONT)
+
+    async def rescued(self) -> None:
+        """Waits until every worker that died by itself has another life, or none could be begun."""
+        await asyncio.gather(*self._rescues)
+
+    async def _rescue(self, worker_id: str) -> None:
+        async with self._locks[worker_id]:
+            if worker_id not in self._dead:
+                return
+            try:
+                await self._revive(worker_id, 0)
+            except Exception as error:
+                self.rescue_errors.append(f"{worker_id} died and did not come back: {error!r}"[:300])
+
+    async def _revive(self, worker_id: str, pages: int) -> None:
         with contextlib.suppress(GenlockError):
             await self._launcher.kill(worker_id)
         spec = self._specs[worker_id]
@@ -147,8 +192,18 @@ class Arena:
         if former is not None:
             await former.close(None)
         self._endpoints[worker_id] = await self._launcher.start(spec, self._lost)
-        self._pids[worker_id] = (await self.status(worker_id)).pid
+        self._pids[worker_id] = await self._pid(worker_id)
+        for lives in (self._doomed, self._dead, self._stopped):
+            lives.discard(worker_id)
         self._report(f"{worker_id} is up")
+
+    async def _pid(self, worker_id: str) -> int:
+        """Asks until the worker answers: a link may be cut at this moment. Raises grpc.aio.AioRpcError."""
+        for _ in range(PID_TRIES):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return (await self.status(worker_id)).pid
+            await asyncio.sleep(PORT_PAUSE_S)
+        return (await self.status(worker_id)).pid
 
     async def _start_gateway(self) -> None:
         port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else self.config.api.port
@@ -172,6 +227,13 @@ class Arena:
         await self._gateway.wait_ready(READY_TIMEOUT_MS)
 
     def _lost(self, worker_id: str, detail: str) -> None:
+        if worker_id not in self._doomed:
+            self.deaths.append(Death(worker_id, worker_id in self._stopped, detail[:200]))
+            self._report(f"{worker_id} died: {detail}")
+            self._dead.add(worker_id)
+            task = asyncio.ensure_future(self._rescue(worker_id))
+            self._rescues.add(task)
+            task.add_done_callback(self._rescues.discard)
         if self._gateway is not None:
             with contextlib.suppress(GenlockError):  # it was removed already
                 self._gateway.worker_lost(worker_id, detail)

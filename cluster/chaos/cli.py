@@ -87,9 +87,14 @@ def quiet_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Told]:
-    """A bar on stderr; what it yields is called with words and the share that is done."""
+    """A bar on stderr, or a line for each change where that is no terminal; what it yields is called with words and
+    the share that is done."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda text, share: console.print(f"{share:4.0%} {text}", markup=False, soft_wrap=True)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)
 
         def told(text: str, share: float) -> None:

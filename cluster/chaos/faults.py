@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -67,17 +66,15 @@ class Saboteur:
         await work[fault.kind](fault)
 
     async def _kill(self, fault: PlannedFault) -> None:
-        self._arena.signal(fault.target, signal.SIGKILL)
         self.kills += 1
-        await asyncio.sleep(fault.for_ms / 1000)
-        await self._arena.revive(fault.target, fault.amount)
+        await self._arena.kill(fault.target, fault.for_ms / 1000, fault.amount)
 
     async def _stop(self, fault: PlannedFault) -> None:
-        self._arena.signal(fault.target, signal.SIGSTOP)
+        self._arena.halt(fault.target)
         try:
             await asyncio.sleep(fault.for_ms / 1000)
         finally:
-            self._arena.signal(fault.target, signal.SIGCONT)
+            self._arena.go_on(fault.target)
 
     async def _switch(self, fault: PlannedFault) -> None:
         switch = {

@@ -110,6 +110,8 @@ class Report:
     kills: int
     faults: dict[str, int]  # by kind, carried out
     skipped: dict[str, str]  # kinds that could not be, and why
+    deaths: tuple[str, ...]  # workers that nobody killed
+    excused_deaths: int  # of these, by a known limit of the engine's library; not in `deaths`
     fault_errors: tuple[str, ...]  # faults that could not be carried out or healed
     pages_back: bool
     pages_back_ms: dict[str, float]  # p50 and max over the rounds, from the last stream's end
@@ -129,6 +131,7 @@ class Report:
             (self.untyped == 0, f"{self.untyped} errors were not typed"),
             (self.adds_up, "the totals do not add up to the requests sent"),
             (self.pages_back, "pages did not come back: " + "; ".join(self.not_back)),
+            (not self.deaths, "workers died by themselves: " + "; ".join(self.deaths)),
             (not self.fault_errors, "faults went wrong: " + "; ".join(self.fault_errors)),
             (self.ok > 0, "no request was answered"),
         )

@@ -77,10 +77,11 @@ class _Started:
 class RayLauncher:
     """Starts an isolated local Ray of its own and removes it at the end."""
 
-    def __init__(self, builder: WorkerBuilder, *, cpus: float | None = None) -> None:
-        """`cpus`: what Ray may hand out; by default the CPUs that this process may use."""
+    def __init__(self, builder: WorkerBuilder, *, cpus: float | None = None, host: str = "127.0.0.1") -> None:
+        """`cpus`: what Ray may hand out; by default the CPUs that this process may use. `host`: address of the node."""
         self._builder = builder
         self._cpus = float(len(os.sched_getaffinity(0))) if cpus is None else cpus
+        self._host = host
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._started: dict[str, _Started] = {}
         self._folder: Path | None = None
@@ -201,17 +202,26 @@ class RayLauncher:
                     object_store_memory=OBJECT_STORE_BYTES,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    _node_ip_address="127.0.0.1",
+                    _node_ip_address=self._host,
+                    resources=self._resources(),
                     _temp_dir=str(self._folder),
                 )
             except Exception as exc:
                 raise Unavailable("ray_failed", f"Ray did not start: {_first_line(exc)}") from exc
 
+    def _resources(self) -> dict[str, float]:
+        """What this node offers beside CPUs."""
+        return {}
+
+    def _bundle(self, spec: WorkerSpec) -> dict[str, float]:
+        """What a worker needs of its node."""
+        return {"CPU": spec.config.workers.cpus}
+
     def _place(self, spec: WorkerSpec) -> _Started:
         groups = importlib.import_module("ray.util.placement_group")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         cpus = spec.config.workers.cpus
-        group = groups.placement_group([{"CPU": cpus}], strategy="STRICT_PACK", name=spec.worker_id)
+        group = groups.placement_group([self._bundle(spec)], strategy="STRICT_PACK", name=spec.worker_id)
         if not group.wait(PLACEMENT_TIMEOUT_S):
             free = self._ray.available_resources().get("CPU", 0.0)
             groups.remove_placement_group(group)

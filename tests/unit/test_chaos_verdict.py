@@ -54,7 +54,8 @@ def test_a_surprise_is_not_a_typed_error():
 PASSED = Report(
     seed=0, minutes=1, seconds=60, engine="shm", model="probe", rounds=5, sent=10, ok=9, cancels=0,
     errors_by_cause={"prefill_gone": 1}, hung=0, wrong=0, foreign_tokens=0, untyped=0, tokens=100, kills=1,
-    faults={"kill": 1}, skipped={}, fault_errors=(), pages_back=True, pages_back_ms={"p50": 1.0, "max": 2.0},
+    faults={"kill": 1}, skipped={}, deaths=(), excused_deaths=0, fault_errors=(),
+    pages_back=True, pages_back_ms={"p50": 1.0, "max": 2.0},
     not_back=(), refused_log_lines=0, foreign_pages=0, loop_lag_ms=1.0, adds_up=True,
 )  # fmt: skip
 
@@ -68,6 +69,7 @@ def test_a_run_without_a_fault_of_the_product_passes():
     [
         {"foreign_tokens": 1}, {"hung": 1}, {"wrong": 1}, {"untyped": 1}, {"adds_up": False}, {"pages_back": False},
         {"fault_errors": ("kill",)}, {"ok": 0},
+        {"deaths": ("decode-0: gone",)},
     ],
 )  # fmt: skip
 def test_every_way_to_be_wrong_fails_a_run(change: dict[str, object]):
