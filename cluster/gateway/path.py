@@ -19,6 +19,7 @@ from typing import Protocol
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
 from cluster.gateway.fleet import Claim
+from cluster.gateway.running import RequestFacts
 from cluster.gateway.state import GatewayState
 from cluster.router import Route, route_many
 from cluster.settings import ApiConfig
@@ -67,9 +68,8 @@ class Admitted:
     tenant: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    received_ms: float
-    deadline_ms: float
     trail: Trail
+    facts: RequestFacts
 
 
 class RequestPath:
@@ -113,34 +113,47 @@ class RequestPath:
         task = asyncio.current_task()
         assert task is not None
         limit_ms = deadline_ms(state.config.api, call.remaining_s())
-        running = state.enter((tenant, call.label), task)
+        facts = RequestFacts(trail.request_id, received_ms, received_ms + limit_ms)
+        running = state.enter((tenant, call.label), task, facts)
+        ended_with: GenlockError | None = Cancelled("cancelled")
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                await self._run(call, tenant, trail, received_ms, received_ms + limit_ms)
+                await self._run(call, tenant, trail, facts)
+            ended_with = None
         except TimeoutError as error:
-            raise DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms") from error
+            ended_with = DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms")
+            raise ended_with from error
         except asyncio.CancelledError:
             if running.stopped_by is None:
                 raise
             task.uncancel()
-            raise running.stopped_by from None
+            ended_with = running.stopped_by
+            raise ended_with from None
+        except GenlockError as error:
+            ended_with = error
+            raise
+        except Exception as unexpected:
+            ended_with = surprise(unexpected, "a request")
+            raise ended_with from None
         finally:
             state.running.discard(running)
+            state.ended_requests.add(running, ended_with, state.sources.now_ms())
 
-    async def _run(self, call: Call, tenant: str, trail: Trail, received_ms: float, deadline_ms: float) -> None:
+    async def _run(self, call: Call, tenant: str, trail: Trail, facts: RequestFacts) -> None:
         state = self._state
         draft = check_request(await call.request(), state.limits, state.config.api)
         token_ids = tuple(await state.encoder.encode(draft.prompt))
         sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
         if not draft.seed_given:
             sampling = replace(sampling, seed=int.from_bytes(state.sources.random_bytes(8), "little"))
-        admitted = Admitted(draft, tenant, token_ids, sampling, received_ms, deadline_ms, trail)
+        admitted = Admitted(draft, tenant, token_ids, sampling, trail, facts)
         trail.set(prompt_tokens=len(token_ids))
         self._log_text("prompt", lambda: b"".join(map(state.served.tokenizer.bytes_of, token_ids)))
         with ExitStack() as cleanup:
             choices = self._open(admitted, cleanup)
             async with aclosing(merged(choices)) as messages:
                 async for message in messages:
+                    facts.progressed(message)
                     if message.HasField("finished"):
                         state.metrics.answered(message.finished)
                     self._log_text("answer", message.text.encode)
@@ -163,6 +176,7 @@ class RequestPath:
             retry_after_ms=state.config.api.retry_after_ms,
         )
         admitted.trail.enter("answer")
+        admitted.facts.routed(routes[0].decode.worker_id, routes[0].prefill.worker_id, prompt_tokens)
         choices = []
         for index, chosen in enumerate(routes):
             decode_claim = state.ledger.claim(chosen.decode.worker_id, most)
@@ -188,7 +202,7 @@ class RequestPath:
         request = worker_pb2.DecodeRequest(
             ticket=ticket, prefill_endpoint=chosen.prefill.endpoint, prefill_worker=chosen.prefill.worker_id
         )
-        remaining_s = max(admitted.deadline_ms - state.sources.now_ms(), 1.0) / 1000
+        remaining_s = max(admitted.facts.deadline_ms - state.sources.now_ms(), 1.0) / 1000
         spec = ChoiceSpec(
             request_id=admitted.draft.request_id,
             server_id=admitted.trail.request_id,
@@ -202,7 +216,7 @@ class RequestPath:
 
         def first_token() -> None:
             prefill_claim.release()
-            state.metrics.first_token(state.sources.now_ms() - admitted.received_ms)
+            state.metrics.first_token(state.sources.now_ms() - admitted.facts.received_ms)
 
         stub, trail = state.decode_stub(chosen.decode.endpoint), admitted.trail
         return Choice(
@@ -211,7 +225,7 @@ class RequestPath:
             state.served.tokenizer,
             state.checks,
             state.sources.now_ms,
-            admitted.received_ms,
+            admitted.facts.received_ms,
             on_first_token=first_token,
         )
 

@@ -65,8 +65,7 @@ class Gateway:
             options=server_options(self._config.api.max_message_bytes),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.state), server)
-        # The generated base answers UNIMPLEMENTED to what a service leaves out; its stub calls those methods abstract.
-        operators = OperatorService(self.state, self.state.version)  # type: ignore[abstract]
+        operators = OperatorService(self.state, self.state.version)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

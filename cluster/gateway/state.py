@@ -13,7 +13,9 @@ from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
 from cluster.gateway.prompt import PromptEncoder
+from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
+from cluster.operators.service import Backend, NoFleet
 from cluster.roles import Role
 from cluster.settings import Config
 from genlock.v1 import worker_pb2_grpc
@@ -22,20 +24,6 @@ from wire.options import open_channel
 from wire.tracing import Tracer, make_tracer
 
 SHORTEST_PAUSE_MS = 50.0
-
-
-class Running:
-    """One running request. `stop` ends it from outside: the caller's Abort, or the end of a drain."""
-
-    def __init__(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
-        self.key = key
-        self.task = task
-        self.stopped_by: GenlockError | None = None
-
-    def stop(self, error: GenlockError) -> None:
-        if self.stopped_by is None:
-            self.stopped_by = error
-            self.task.cancel()
 
 
 class GatewayState:
@@ -66,6 +54,9 @@ class GatewayState:
         self.metrics = GatewayMetrics(self._reading)
         self.tracer: Tracer = make_tracer(config.tracing.endpoint, "gateway", config.tracing.sample_ratio)
         self.running: set[Running] = set()
+        self.ended_requests = EndedRequests()
+        # Where the fleet's RPCs are answered.
+        self.backend: Backend = NoFleet()
         self.draining = False
         self.started_ms = sources.now_ms()
         self.on_fleet_change: Callable[[], None] = lambda: None
@@ -151,7 +142,7 @@ class GatewayState:
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
 
-    def enter(self, key: tuple[str, str], task: asyncio.Task[None]) -> Running:
+    def enter(self, key: tuple[str, str], task: asyncio.Task[None], facts: RequestFacts | None = None) -> Running:
         """Takes a place among the running requests. Raises NoCapacity, or Unavailable while draining."""
         if self.draining:
             raise Unavailable("draining", "this gateway is stopping and takes no new requests")
@@ -161,7 +152,7 @@ class GatewayState:
                 f"{self.config.api.max_requests} requests are running in this gateway",
                 retry_after_ms=self.config.api.retry_after_ms,
             )
-        running = Running(key, task)
+        running = Running(key, task, facts)
         self.running.add(running)
         return running
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from cluster.autoscale.scaler import Scaler
 from cluster.config import with_secret
 from cluster.control.controller import Controller
 from cluster.control.operations import Operations
+from cluster.control.scaling import PolicyScaler
 from cluster.control.state import Ended, Found, State
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
@@ -25,6 +27,8 @@ from cluster.gateway.watch import RegistryWatch
 from cluster.launch.hands import LauncherHands, make_controller, spec_of
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
+from cluster.operators.fleet import FleetOperations
+from cluster.operators.service import LocalBackend, NoFleet
 from cluster.registry.base import Registry
 from cluster.registry.make import registry_from
 from cluster.roles import Role
@@ -182,8 +186,10 @@ class Cluster:
         early, self._early = self._early, []
         for worker_id, detail in early:
             self._tell_end(worker_id, detail)
-        self._operations = Operations(controller, autoscale_ms=self.config.control.autoscale_ms)
+        scaler = PolicyScaler(unix_ms, Scaler(arrivals=_arrivals(gateway.state)))
+        self._operations = Operations(controller, scaler, self.config.control.autoscale_ms)
         self._operations.start()
+        gateway.state.backend = LocalBackend(FleetOperations(self._operations, unix_ms))
         self._watch = RegistryWatch(gateway.state, registry)
         self._watch.start()
 
@@ -191,6 +197,8 @@ class Cluster:
         """Ends watch and controller. Returns the workers that there may still be."""
         watch, self._watch = self._watch, None
         operations, self._operations = self._operations, None
+        if self._gateway is not None:
+            self._gateway.state.backend = NoFleet()
         controller, self._controller = self._controller, None
         worker_ids, self._worker_ids = self._worker_ids, []
         if watch is not None:
@@ -249,6 +257,22 @@ class Cluster:
             self._early.append((worker_id, detail))
         else:
             controller.hear(Ended(worker_id, controller.row(worker_id).life, detail))
+
+
+def unix_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def _arrivals(state: GatewayState) -> Callable[[], float]:
+    """Requests that came to the gateway since this was last asked, whatever became of them."""
+    seen = 0
+
+    def since_last() -> float:
+        nonlocal seen
+        before, seen = seen, sum(state.outcomes.values()) + len(state.running)
+        return float(max(0, seen - before))
+
+    return since_last
 
 
 def specs_of(config: Config) -> list[WorkerSpec]:

@@ -145,6 +145,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "prefill_gone": ("UNAVAILABLE", "Prefill went away during the handoff.", _WORKER, True),
     "prefill_unreachable": ("UNAVAILABLE", "Decode cannot reach the prefill worker.", _WORKER, True),
     "prefill_refused": ("UNAVAILABLE", "Prefill refused the request.", _WORKER, True),
+    "prefill_malformed": ("UNAVAILABLE", "Prefill's answer could not be read.", _WORKER, True),
     "handoff_cut": ("UNAVAILABLE", "The handoff's stream ended before it was complete.", _WORKER, True),
     "handoff_over": ("UNAVAILABLE", "The handoff had already ended.", _WORKER, True),
     "handoff_closed": ("UNAVAILABLE", "The handoff was closed while pages were still awaited.", _WORKER, True),

@@ -88,13 +88,14 @@ def _forwarded(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
 class FleetService(services.OperatorServiceServicer):
     """Every RPC of the fleet has the same way: authorize, ask the backend. A gateway adds what it answers itself."""
 
-    def __init__(self, backend: Backend, authorize: Authorize) -> None:
+    def __init__(self, backend: Callable[[], Backend], authorize: Authorize) -> None:
+        """`backend`: as it is now; a controller may come later."""
         self._backend = backend
         self._authorize = authorize
 
     async def _ask(self, name: str, request: Any, context: Any, kind: type[M]) -> M:
         metadata = tuple(context.invocation_metadata() or ())
-        reply = await self._backend.call(name, request, self._authorize(metadata), metadata)
+        reply = await self._backend().call(name, request, self._authorize(metadata), metadata)
         assert isinstance(reply, kind)
         return reply
 
@@ -146,5 +147,5 @@ class FleetService(services.OperatorServiceServicer):
     async def WatchEvents(self, request: pb.ListEventsRequest, context: Any) -> AsyncIterator[pb.FleetEvent]:
         metadata = tuple(context.invocation_metadata() or ())
         actor = self._authorize(metadata)
-        async for event in self._backend.watch(request, actor, metadata):
+        async for event in self._backend().watch(request, actor, metadata):
             yield event

@@ -1,0 +1,104 @@
+"""Requests that run in this gateway, and the last that ended: facts for operators, never a prompt or an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from genlock.v1 import inference_pb2
+from genlock.v1 import operator_pb2 as pb
+from kvstore.errors import GenlockError
+
+MAX_ENDED = 512
+MAX_LABEL_CHARS = 128
+
+
+@dataclass
+class RequestFacts:
+    """What becomes known of a request while it runs. Times on the gateway's clock."""
+
+    server_id: str = ""
+    received_ms: float = 0.0
+    deadline_ms: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    decode_worker: str = ""
+    prefill_worker: str = ""
+    phase: str = "queued"
+    verification: inference_pb2.Verification | None = None
+
+    def routed(self, decode_worker: str, prefill_worker: str, prompt_tokens: int) -> None:
+        self.decode_worker, self.prefill_worker = decode_worker, prefill_worker
+        self.prompt_tokens = prompt_tokens
+        self.phase = "prefill"
+
+    def progressed(self, message: inference_pb2.GenerateResponse) -> None:
+        """A message of one of its answers."""
+        self.phase = "decode"
+        self.completion_tokens += len(message.token_ids)
+        if message.HasField("finished"):
+            self.verification = message.finished.verification
+
+
+class Running:
+    """One running request. `stop` ends it from outside: the caller's Abort, or the end of a drain."""
+
+    def __init__(self, key: tuple[str, str], task: asyncio.Task[None], facts: RequestFacts | None = None) -> None:
+        """`key`: tenant and the client's label."""
+        self.key = key
+        self.task = task
+        self.facts = facts or RequestFacts()
+        self.stopped_by: GenlockError | None = None
+
+    def stop(self, error: GenlockError) -> None:
+        if self.stopped_by is None:
+            self.stopped_by = error
+            self.task.cancel()
+
+
+class EndedRequests:
+    """The last requests that ended, by the server's id."""
+
+    def __init__(self, limit: int = MAX_ENDED) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[str, pb.DescribeRequestResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, running: Running, error: GenlockError | None, now_ms: float) -> None:
+        described = pb.DescribeRequestResponse(
+            request=running_message(running, now_ms),
+            outcome="ok" if error is None else error.reason,
+            message="" if error is None else error.message[:512],
+        )
+        if running.facts.verification is not None:
+            described.verification.CopyFrom(running.facts.verification)
+        self._kept[running.facts.server_id] = described
+        while len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+
+    def get(self, request_id: str) -> pb.DescribeRequestResponse | None:
+        """By the server's id, or by the client's label: the last one of that label."""
+        found = self._kept.get(request_id)
+        if found is not None or not request_id:
+            return found
+        return next((one for one in reversed(self._kept.values()) if one.request.request_id == request_id), None)
+
+
+def running_message(running: Running, now_ms: float) -> pb.RunningRequest:
+    facts = running.facts
+    tenant, label = running.key
+    return pb.RunningRequest(
+        server_id=facts.server_id,
+        request_id=label[:MAX_LABEL_CHARS],
+        tenant=tenant,
+        age_ms=int(max(0.0, now_ms - facts.received_ms)),
+        deadline_left_ms=int(max(0.0, facts.deadline_ms - now_ms)),
+        prompt_tokens=facts.prompt_tokens,
+        completion_tokens=facts.completion_tokens,
+        decode_worker=facts.decode_worker,
+        prefill_worker=facts.prefill_worker,
+        phase=facts.phase,
+    )
