@@ -24,7 +24,13 @@ from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import Peer, PoolExport
 from model.sampler import SampledToken
 from wire.calls import answer
-from wire.convert import descriptor_from_proto, export_from_proto, ticket_to_proto, token_from_proto
+from wire.convert import (
+    descriptor_from_proto,
+    duration_from_proto,
+    export_from_proto,
+    first_token_from_proto,
+    ticket_to_proto,
+)
 from wire.errors import from_rpc
 from wire.options import open_channel
 from wire.tracing import NO_SPAN, OK, Span, Trail, no_trail
@@ -65,6 +71,7 @@ class Handoffs:
     executor: Executor
     clock: Callable[[], int]
     transfer_timeout_ms: int
+    vocab_size: int
     hooks: PullHooks = field(default_factory=PullHooks)
     # Exchanges with new peers run here, so that one that hangs keeps no request's pull waiting. None: on `executor`.
     prover: Executor | None = None
@@ -155,6 +162,9 @@ class _Attempt:
             except PageFault:
                 await self._release(call, reader, renewer, suspect=True)
                 raise
+            except InvalidInput as error:
+                # What prefill said is not the caller's input.
+                raise Unavailable("prefill_malformed", f"prefill's answer cannot be read: {error.message}") from error
             await self._release(call, reader, renewer, suspect=False)
         finally:
             for task in tasks:
@@ -199,7 +209,7 @@ class _Attempt:
         error: GenlockError | None = None
         try:
             async for raw in self._messages(call):
-                event = _event(raw)
+                event = _event(raw, self._shared.vocab_size)
                 if event is None:
                     continue
                 order = self._rules.on_event(event)
@@ -306,8 +316,9 @@ class _Attempt:
         )
 
 
-def _event(message: worker_pb2.HandoffEvent) -> HandoffEvent[SampledToken] | None:
-    """None for kinds that a later version may add, and for the farewell."""
+def _event(message: worker_pb2.HandoffEvent, vocab_size: int) -> HandoffEvent[SampledToken] | None:
+    """None for kinds that a later version may add, and for the farewell. Raises InvalidInput for what no prefill worker
+    says."""
     kind = message.WhichOneof("event")
     if kind == "accepted":
         accepted = message.accepted
@@ -316,8 +327,10 @@ def _event(message: worker_pb2.HandoffEvent) -> HandoffEvent[SampledToken] | Non
         return PagePromised(message.handoff_id, descriptor_from_proto(message.page))
     if kind == "completed":
         done = message.completed
-        first = token_from_proto(done.first_token)
-        return Completed(message.handoff_id, done.page_count, first, done.queue_ms, done.prefill_ms, done.cached_tokens)
+        first = first_token_from_proto(done.first_token, vocab_size)
+        queue_ms = duration_from_proto(done.queue_ms, "completed.queue_ms")
+        prefill_ms = duration_from_proto(done.prefill_ms, "completed.prefill_ms")
+        return Completed(message.handoff_id, done.page_count, first, queue_ms, prefill_ms, max(0, done.cached_tokens))
     return None
 
 
@@ -325,6 +338,6 @@ def _peer_error(error: GenlockError) -> GenlockError:
     """How prefill's failure looks to decode's caller: its own typed error, but never 'your input' for our mistake."""
     if isinstance(error, InvalidInput):
         return Unavailable("prefill_refused", f"prefill refused the handoff: {error.message}", field=error.field)
-    if error.reason in ("cancelled", "peer_unreachable"):
+    if error.reason in ("cancelled", "peer_unreachable", "peer_internal"):  # the last: a status that says nothing
         return Unavailable("prefill_gone", "the prefill worker went away before the handoff was complete")
     return error

@@ -9,12 +9,13 @@ from kvstore.header import KEY_BYTES
 from kvstore.ids import PageRef, Tag
 from kvstore.transfer.base import PoolExport
 from model.base import ModelInfo
-from model.sampler import SampledToken, validate
+from model.sampler import MAX_LOGPROBS, SampledToken, validate
 from model.sampling import SamplingParams
 from model.ticket import FinishReason, Ticket
 
 ID_BYTES = 16
 MAX_TENANT_CHARS = 256
+MAX_DURATION_MS = float(1 << 53)
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -134,6 +135,27 @@ def token_from_proto(message: worker_pb2.SampledToken) -> SampledToken:
         logprob=message.logprob if message.HasField("logprob") else None,
         top=tuple((t.token_id, t.logprob) for t in message.top),
     )
+
+
+def first_token_from_proto(message: worker_pb2.SampledToken, vocab_size: int) -> SampledToken:
+    """A token that another worker sampled. Raises InvalidInput: an id outside the vocabulary, a log-probability that is
+    no number, more alternatives than may be asked for."""
+    ids = (message.token_id, *(entry.token_id for entry in message.top))
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidInput("token_out_of_range", "a token id is outside the vocabulary", field="first_token.token_id")
+    logprobs = (message.logprob, *(entry.logprob for entry in message.top))
+    if len(message.top) > MAX_LOGPROBS or not all(value < 0.01 for value in logprobs):
+        raise InvalidInput(
+            "bad_logprobs", "log-probabilities must be numbers up to 0, and few", field="first_token.logprob"
+        )
+    return token_from_proto(message)
+
+
+def duration_from_proto(value: float, field: str) -> float:
+    """Milliseconds that another worker measured. Raises InvalidInput naming `field` unless finite and not negative."""
+    if not 0 <= value < MAX_DURATION_MS:
+        raise InvalidInput("bad_duration", f"{field} must be finite and at least 0", field=field)
+    return value
 
 
 def export_to_proto(export: PoolExport) -> worker_pb2.PoolExport:

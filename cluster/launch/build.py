@@ -261,7 +261,7 @@ class BuiltWorker:
         prover = PeerProver(self.guard, receiver, self._keyer, timeout_ms)
         self._handoffs = Handoffs(
             self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), prover), self._executor,
-            self.tuning.clock, timeout_ms, self.tuning.pull, self._prover,
+            self.tuning.clock, timeout_ms, info.vocab_size, self.tuning.pull, self._prover,
         )  # fmt: skip
         self.engine = DecodeEngine(
             core, runner, self.guard, receiver, self._handoffs, info.eos_token_ids, self.tuning.clock,

@@ -85,7 +85,7 @@ def parse_address(text: str) -> ShmAddress:
         if len(bytes.fromhex(address.nonce)) != NONCE_BYTES:
             raise ValueError("nonce of another length")
         return address
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidInput(
             "bad_address", f"export.address is no shm address: {error}", field="export.address"
         ) from error

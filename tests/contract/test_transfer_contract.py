@@ -155,7 +155,7 @@ def test_connect_refuses_a_bad_export(kit: Kit) -> None:
 
 def test_connect_refuses_a_bad_address(kit: Kit) -> None:
     source, reader = kit.pool(8, 192), kit.pool(8, 192)
-    for address in ("", "{}", "[1]", "null", '{"pid": 1}', "127.0.0.1:1", "[" * 100_000):
+    for address in ("", "{}", "[1]", "null", '{"pid": 1}', "127.0.0.1:1", "[" * 3_000, "[" * 100_000):
         with pytest.raises((InvalidInput, Unavailable)) as caught:
             reader.engine.connect(replace(source.export, address=address))
         assert caught.value.field == "export.address" or caught.value.reason == "peer_gone", address

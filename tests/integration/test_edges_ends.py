@@ -247,6 +247,38 @@ async def test_a_prefill_that_breaks_the_protocol_ends_that_request_alone(lab, k
     await require_served(lab)
 
 
+@pytest.mark.parametrize("kind", ["token outside", "negative token", "no time", "no incarnation", "no key"])
+async def test_what_prefill_says_is_never_the_callers_mistake(lab, kind):
+    """Fields that cannot be: the request ends as one that its prefill worker failed, and nothing is left behind."""
+    victim = lab.subject.prompt("malformed", PAGES * PAGE_TOKENS)
+
+    def event(start, message):
+        which = message.WhichOneof("event")
+        if start.ticket.token_ids != victim:
+            return [message]
+        if which == "completed":
+            if kind == "token outside":
+                message.completed.first_token.token_id = 1 << 20
+            elif kind == "negative token":
+                message.completed.first_token.token_id = -1
+            elif kind == "no time":
+                message.completed.prefill_ms = float("nan")
+        elif which == "accepted" and kind == "no incarnation":
+            message.accepted.pool.incarnation = 0
+        elif which == "page" and kind == "no key":
+            message.page.prefix_key = b""
+        return [message]
+
+    async with Neighbour(lab):
+        lab.hooks.each_event = event
+        seen = await lab.see(victim, max_tokens=40, ignore_eos=True)
+        assert isinstance(seen.error, Unavailable), seen.error
+        assert seen.error.reason == "prefill_malformed"
+        assert seen.tokens() == []
+        lab.hooks.each_event = None
+    await require_served(lab)
+
+
 # --- slow and many --------------------------------------------------------------------------------------------------
 
 

@@ -22,10 +22,12 @@ from model.ticket import FinishReason, Ticket
 from wire.convert import (
     descriptor_from_proto,
     descriptor_to_proto,
+    duration_from_proto,
     export_from_proto,
     export_to_proto,
     finish_from_proto,
     finish_to_proto,
+    first_token_from_proto,
     require_id,
     served_ticket,
     ticket_from_proto,
@@ -201,6 +203,38 @@ def test_a_bad_descriptor_is_refused(name, value, field):
     with pytest.raises(InvalidInput) as caught:
         descriptor_from_proto(message)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_id": VOCAB}, "first_token.token_id"),
+        ({"token_id": -1}, "first_token.token_id"),
+        ({"top": [worker_pb2.SampledLogprob(token_id=VOCAB)]}, "first_token.token_id"),
+        ({"logprob": math.nan}, "first_token.logprob"),
+        ({"logprob": math.inf}, "first_token.logprob"),
+        ({"top": [worker_pb2.SampledLogprob(token_id=1, logprob=math.nan)]}, "first_token.logprob"),
+        ({"top": [worker_pb2.SampledLogprob(token_id=1)] * 21}, "first_token.logprob"),
+    ],
+)
+def test_a_first_token_that_no_model_sampled_is_refused(change: dict, field: str):
+    message = worker_pb2.SampledToken(**{"token_id": 4, "logprob": -1.0, **change})
+    with pytest.raises(InvalidInput) as caught:
+        first_token_from_proto(over_the_wire(message), VOCAB)
+    assert caught.value.field == field
+
+
+def test_a_first_token_comes_back_as_it_went():
+    token = SampledToken(VOCAB - 1, 0.0, ((0, -0.5), (1, -math.inf)))
+    assert first_token_from_proto(over_the_wire(token_to_proto(token)), VOCAB) == token
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+def test_a_duration_that_no_clock_shows_is_refused(value: float):
+    assert duration_from_proto(0.5, "x") == 0.5
+    with pytest.raises(InvalidInput) as caught:
+        duration_from_proto(value, "completed.queue_ms")
+    assert caught.value.field == "completed.queue_ms"
 
 
 def test_an_id_is_sixteen_bytes():
