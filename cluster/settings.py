@@ -92,6 +92,9 @@ class WorkersConfig:
     prefill: int = _setting(1, "Prefill workers.", low=1, high=256)
     decode: int = _setting(1, "Decode workers.", low=1, high=256)
     host: str = _setting("127.0.0.1", "Address that workers listen on.", check=_not_blank)
+    port: int = _setting(
+        0, "Port of a worker: the first free one from here on, of 64; 0: any free one.", low=0, high=65_472
+    )
     cpus: float = _setting(0.5, "CPUs that Ray reserves for one worker.", low=0.01, high=256.0)
     gpus: float = _setting(0.0, "GPUs that Ray reserves for one worker.", low=0.0, high=64.0)
     resources: str = _setting(

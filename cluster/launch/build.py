@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import torch
 
+from cluster.launch.ports import first_free
 from cluster.launch.spec import WorkerSpec
 from cluster.launch.telemetry import WorkerTelemetry, read_worker
 from cluster.launch.telling import heartbeat_of
@@ -123,10 +124,7 @@ class BuiltWorker:
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
         self._status = WorkerStatusService(self.facts, self._drain, self._idle)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._status, server)
-        try:
-            port = server.add_insecure_port(f"{self.spec.host}:{self.spec.port}")
-        except RuntimeError as error:
-            raise Unavailable("port_taken", f"cannot listen on {self.spec.host}:{self.spec.port}") from error
+        port = first_free(server.add_insecure_port, self.spec.host, self.spec.port or self.spec.config.workers.port)
         self._server = server
         if isinstance(self.engine, DecodeEngine):
             self.engine.start(loop)
