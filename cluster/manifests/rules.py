@@ -26,6 +26,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "engine-reaches": rules_settings.engine_reaches,
         "listens-outside": rules_settings.listens_outside,
         "grace-above-drain": rules_settings.grace_above_drain,
+        "workers-reachable": rules_access.workers_reachable,
+        "workers-fit": rules_settings.workers_fit,
         "groups-alike": rules_pods.groups_alike,
         "both-roles": rules_pods.both_roles,
         "replica-bounds": rules_pods.replica_bounds,

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from cluster.manifests.rules_settings import SETTINGS_KEY
+from cluster.manifests.rules_settings import SETTINGS_KEY, configs
 from cluster.manifests.view import Document, Pod, env, get, items, name_of, of_kind, pods, selects
 from cluster.settings import Config
 
@@ -88,6 +88,33 @@ def transfer_fenced(documents: Sequence[Document]) -> Found:
             for rule in items(policy, "spec", "ingress"):
                 if not _workers_alone(rule, documents) and not _narrow(rule):
                     yield name_of(policy), f"opens a wide range of ports of {worker.where} to others than workers"
+
+
+def workers_reachable(documents: Sequence[Document]) -> Found:
+    """Behind policies, gateways and the controller reach workers at the ports that the settings name."""
+    policies = list(of_kind(documents, "NetworkPolicy"))
+    everyone = list(pods(documents))
+    callers = [p for p in everyone if p.labels.get("app.kubernetes.io/component") in ("gateway", "controller")]
+    for _where, config in configs(documents):
+        for worker in (pod for pod in everyone if pod.is_worker):
+            own = [p for p in policies if selects(get(p, "spec", "podSelector", default={}), worker.labels)]
+            if own and not config.workers.port:
+                yield worker.where, "workers.port is 0: a policy cannot name a port that the system chooses"
+                continue
+            rules = [rule for policy in own for rule in items(policy, "spec", "ingress")]
+            for caller in callers:
+                if own and not any(_lets_in(rule, caller, config.workers.port) for rule in rules):
+                    yield worker.where, f"no policy lets {caller.where} in at workers.port {config.workers.port}"
+
+
+def _lets_in(rule: Document, caller: Pod, port: int) -> bool:
+    peers, ports = list(items(rule, "from")), list(items(rule, "ports"))
+    who = not peers or any(selects(peer.get("podSelector") or {}, caller.labels) for peer in peers)
+    where = not ports or any(
+        isinstance(entry.get("port"), int) and entry["port"] <= port <= entry.get("endPort", entry["port"])
+        for entry in ports
+    )
+    return who and where
 
 
 def _workers_alone(rule: Document, documents: Sequence[Document]) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from cluster.manifests.view import Document, Pod, get, items, name_of, of_kind, plain_env, pods
+from cluster.manifests.view import Document, Pod, get, items, name_of, of_kind, plain_env, pods, ray_resources
 from cluster.roles import Role
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -56,21 +54,12 @@ def both_roles(documents: Sequence[Document]) -> Found:
             if role.value not in groups:
                 yield name_of(cluster), f"there is no worker group {role.value}"
                 continue
-            offered = _ray_resources(groups[role.value])
+            offered = ray_resources(groups[role.value])
             if not isinstance(offered.get(role.value), int) or offered[role.value] < 1:
                 yield (
                     f"{name_of(cluster)} {role.value}",
                     f'rayStartParams.resources must offer {role.value}, as in \'"{{\\"{role.value}\\": 1}}"\'',
                 )
-
-
-def _ray_resources(group: Document) -> dict[str, Any]:
-    """KubeRay puts the text on a shell's command line, so it is quoted once more."""
-    try:
-        found = json.loads(json.loads(get(group, "rayStartParams", "resources", default='"{}"')))
-    except (ValueError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def replica_bounds(documents: Sequence[Document]) -> Found:

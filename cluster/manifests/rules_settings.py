@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from cluster.config import ENV_PREFIX, load
@@ -44,13 +45,13 @@ def settings_load(documents: Sequence[Document]) -> Found:
 
 
 def engine_reaches(documents: Sequence[Document]) -> Found:
-    for where, config in _configs(documents):
+    for where, config in configs(documents):
         if config.transfer.engine == "shm" and any(pod.is_worker for pod in pods(documents)):
             yield where, "transfer.engine is shm, which reaches no other pod: take nixl or mooncake"
 
 
 def listens_outside(documents: Sequence[Document]) -> Found:
-    for where, config in _configs(documents):
+    for where, config in configs(documents):
         hosts = {"api.host": config.api.host, "api.http_host": config.api.http_host}
         if config.metrics.port >= 0 or config.metrics.worker_port >= 0:
             hosts["metrics.host"] = config.metrics.host
@@ -61,7 +62,7 @@ def listens_outside(documents: Sequence[Document]) -> Found:
 
 def grace_above_drain(documents: Sequence[Document]) -> Found:
     """Kubernetes kills a pod at the end of its grace, whatever still runs."""
-    for _where, config in _configs(documents):
+    for _where, config in configs(documents):
         for pod in pods(documents):
             if not pod.is_worker and pod.labels.get("app.kubernetes.io/component") != "gateway":
                 continue
@@ -75,6 +76,34 @@ def grace_above_drain(documents: Sequence[Document]) -> Found:
                 )
 
 
+def workers_fit(documents: Sequence[Document]) -> Found:
+    """A pod has the CPUs and GPUs of as many workers as it offers Ray places for."""
+    for where, config in configs(documents):
+        for pod in pods(documents):
+            if not pod.is_worker:
+                continue
+            limits = [get(container, "resources", "limits", default={}) for container in pod.containers]
+            for key, each, setting in (
+                ("cpu", config.workers.cpus, "workers.cpus"),
+                ("nvidia.com/gpu", config.workers.gpus, "workers.gpus"),
+            ):
+                # KubeRay tells Ray whole CPUs, rounded up.
+                has = sum(math.ceil(_amount(limit.get(key, 0))) for limit in limits)
+                needs = each * pod.places
+                if needs > has:
+                    yield pod.where, f"has {has} {key}, {pod.places} workers need {needs:g} ({setting} of {where})"
+
+
+def _amount(quantity: object) -> float:
+    """A quantity of CPUs or devices as Kubernetes writes it; 0 for what is none."""
+    text = str(quantity)
+    scale = 1000 if text.endswith("m") else 1
+    try:
+        return float(text.removesuffix("m")) / scale
+    except ValueError:
+        return 0.0
+
+
 def _files(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
     for document in of_kind(documents, "ConfigMap"):
         text = get(document, "data", SETTINGS_KEY)
@@ -82,7 +111,7 @@ def _files(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
             yield name_of(document), text
 
 
-def _configs(documents: Sequence[Document]) -> Iterator[tuple[str, Config]]:
+def configs(documents: Sequence[Document]) -> Iterator[tuple[str, Config]]:
     """Settings that load; what does not is the finding of `settings_load`."""
     for where, text in _files(documents):
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 Document = Mapping[str, Any]
@@ -12,13 +14,21 @@ WORKLOADS = frozenset({"Deployment", "StatefulSet", "DaemonSet", "Job"})
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod template. `group` is the worker group's name, `head`, or empty outside a RayCluster."""
+    """A pod template. `group` is the worker group's name, `head`, or empty outside a RayCluster; `offered` are the
+    resources of its own that it offers Ray."""
 
     where: str
     kind: str
     group: str
     labels: Mapping[str, Any]
     spec: Document
+    offered: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def places(self) -> int:
+        """How many workers Ray may place in it."""
+        amount = self.offered.get(self.group, 1)
+        return amount if isinstance(amount, int) else 1
 
     @property
     def is_worker(self) -> bool:
@@ -65,11 +75,22 @@ def pods(documents: Sequence[Document]) -> Iterator[Pod]:
             yield _pod(f"{where} head", kind, "head", head)
             for group in items(document, "spec", "workerGroupSpecs"):
                 group_name = str(group.get("groupName", "?"))
-                yield _pod(f"{where} {group_name}", kind, group_name, group.get("template") or {})
+                own = ray_resources(group)
+                yield _pod(f"{where} {group_name}", kind, group_name, group.get("template") or {}, own)
 
 
-def _pod(where: str, kind: str, group: str, template: Document) -> Pod:
-    return Pod(where, kind, group, get(template, "metadata", "labels", default={}), get(template, "spec", default={}))
+def ray_resources(group: Document) -> dict[str, Any]:
+    """What a group offers Ray. KubeRay puts the text on a shell's command line, so it is quoted once more."""
+    try:
+        found = json.loads(json.loads(get(group, "rayStartParams", "resources", default='"{}"')))
+    except (ValueError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _pod(where: str, kind: str, group: str, template: Document, offered: Mapping[str, Any] | None = None) -> Pod:
+    labels, spec = get(template, "metadata", "labels", default={}), get(template, "spec", default={})
+    return Pod(where, kind, group, labels, spec, offered or {})
 
 
 def env(container: Document) -> Iterator[Document]:

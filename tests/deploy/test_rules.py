@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,14 @@ BROKEN: list[tuple[str, str, Change]] = [
     ("grace-above-drain", "a short grace", lambda d: spec(d).update(terminationGracePeriodSeconds=120)),
     ("grace-above-drain", "Kubernetes' default", lambda d: spec(d, "decode").pop("terminationGracePeriodSeconds")),
     ("grace-above-drain", "a drain limit of one group", variable("GENLOCK_WORKERS_DRAIN_TIMEOUT_MS", "600000")),
+    ("workers-reachable", "a port of the system's choice", settings("port: 20000", "port: 0")),
+    ("workers-reachable", "another port", settings("port: 20000", "port: 30000")),
+    ("workers-reachable", "nobody let in",
+     lambda d: one(d, "NetworkPolicy", "genlock-workers")["spec"].update(ingress=[])),
+    ("workers-fit", "more CPUs than the pod has", settings("drain_timeout_ms", "cpus: 2.5\n  drain_timeout_ms")),
+    ("workers-fit", "GPUs that no pod has", settings("drain_timeout_ms", "gpus: 1\n  drain_timeout_ms")),
+    ("workers-fit", "more workers than the pod has room for",
+     lambda d: group(d, "decode")["rayStartParams"].update(resources=json.dumps('{"decode": 5}'))),
     ("groups-alike", "another image", put(worker, image="genlock:0.0.9")),
     ("groups-alike", "another page size", variable("GENLOCK_CACHE_PAGE_TOKENS", "64")),
     ("groups-alike", "another settings file", volume("config", configMap={"name": "other"})),

@@ -58,6 +58,7 @@ max-worker-port: "10999"
           image: {{ include "genlock.image" $root }}
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
           ports:
+            - {name: grpc, containerPort: {{ $root.Values.ports.workers }}}
             - {name: ray-metrics, containerPort: 8080}
             - {name: metrics, containerPort: {{ $root.Values.ports.workerMetrics }}}
           env:
