@@ -164,14 +164,18 @@ class Agent:
     def register(self, region: U8) -> None:
         """Makes memory usable by reads. Raises TransferError."""
         listed = self._library.nixlRegDList(self._library.DRAM_SEG, [(region.ctypes.data, region.size, 0, "")])
+        with self._idle:  # before the call: one that breaks in an unknown way may have registered
+            self._regions[region.ctypes.data] = (region, listed)
         try:
             done = self._call(lambda agent: agent.registerMem(listed, []))
         except self._errors as error:
+            with self._idle:
+                self._regions.pop(region.ctypes.data, None)
             raise TransferError("register_failed", f"the nixl library cannot register memory: {error!r}") from error
         if done is None:
+            with self._idle:
+                self._regions.pop(region.ctypes.data, None)
             raise TransferError("engine_closed", "the engine is closed")
-        with self._idle:
-            self._regions[region.ctypes.data] = (region, listed)
 
     def deregister(self, region: U8) -> None:
         with self._idle:
