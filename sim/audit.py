@@ -38,8 +38,14 @@ def settle(world: World) -> None:
     laws = world.laws
     for request in world.requests:
         laws.require(request.ended, "never_ended", f"request {request.number}")
+    for request in world.probes:
+        ok = request.error is None
+        laws.require(ok, "not_in_service", f"request {request.number} by {request.gateway.name}: {request.error!r}")
+    for gateway in world.gateways:
+        laws.require(not gateway.ledger.loads, "claims_left", f"{gateway.name}: {dict(gateway.ledger.loads)}")
+    world.controller.judge_overdue()
     world.fabric.land_all()
-    for decode in world.decodes:
+    for decode in (d for d in world.decodes if d.alive):
         decode.receiver.sweep()
         unproved = {o.local.page_id for c in decode.copies if not c.pull.transfer.quiesced() for o in c.pull.orders}
         counts = decode.guard.counts()
@@ -48,7 +54,7 @@ def settle(world: World) -> None:
         laws.require(decode.receiver.sweep() == 0, "pages_not_back", f"{decode.name}: a copy outlives its engine")
         counts = decode.guard.counts()
         laws.require(counts.free == counts.total, "pages_not_back", f"{decode.name}: {counts}")
-    for prefill in world.prefills:
+    for prefill in (p for p in world.prefills if p.alive):
         # An entry of a page that was taken away is a miss, not a page.
         cached = sum(prefill.guard.is_live(ref) for _, ref in prefill.core.index.oldest())
         counts = prefill.guard.counts()
@@ -63,7 +69,7 @@ def settle(world: World) -> None:
 
 def _states(world: World, worker: Worker) -> None:
     guard = worker.guard
-    seen = Counter(guard.slot_state(i) for i in range(guard.slots))
+    seen = Counter(slot.state for slot in guard.book_slots())
     counts = guard.counts()
     told = (counts.free, counts.open, counts.sealed, counts.quarantined)
     order = (SlotState.FREE, SlotState.OPEN, SlotState.SEALED, SlotState.QUARANTINED)
@@ -83,8 +89,7 @@ def _prefill(world: World, worker: PrefillWorker) -> None:
                 _claim(world, worker, claims, ref.page_id, seq.request_no)
     for lease in core.leases._leases.values():
         leases.update(r.page_id for r in lease.refs)
-    for page_id in range(guard.slots):
-        slot = guard.book_slot(page_id)
+    for page_id, slot in enumerate(guard.book_slots()):
         if (slot.shares, slot.leases) != (shares[page_id], leases[page_id]):
             laws.broken(
                 "counts_differ", f"{worker.name} page {page_id}: {slot}, {shares[page_id]} and {leases[page_id]} count"
@@ -100,8 +105,7 @@ def _decode(world: World, worker: DecodeWorker) -> None:
         for ref in request.pages.refs:
             if guard.is_live(ref):
                 _claim(world, worker, claims, ref.page_id, request.request_no)
-    for page_id in range(guard.slots):
-        slot = guard.book_slot(page_id)
+    for page_id, slot in enumerate(guard.book_slots()):
         owned = slot.state in (SlotState.OPEN, SlotState.SEALED)
         if owned and slot.owner != HOG and page_id not in claims:
             world.laws.broken("two_owners", f"{worker.name} page {page_id} belongs to {slot.owner}, who has no use")

@@ -119,6 +119,8 @@ def _swarm(
     if as_json:
         control = {"seeds_to_first_violation": until} if without else {}
         click.echo(json.dumps(report.as_json() | control))
+        for seed, violation in report.failures if not without else ():
+            click.echo(f"seed {seed}: {violation}", err=True)
     else:
         _tell(report)
         if without:

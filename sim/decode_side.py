@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from decode.core import DecodeCore, DecodeLimits, Emitted, Finished, Outcome, Preempted, StartHandoff
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver
 from decode.peers import PeerTable
-from kvstore.errors import Cancelled, GenlockError, PageFault
+from kvstore.errors import Cancelled, GenlockError, PageFault, Unavailable
 from kvstore.guard import Published
 from kvstore.receive import PageOrder, PageReceiver, Pull
 from kvstore.registry import IncarnationRegistry
@@ -22,7 +23,7 @@ from sim.compute import EOS, Compute, SimToken
 from sim.net import Call
 from sim.prefill_side import PrefillWorker
 from sim.steps import StepDriver
-from sim.worker import Worker
+from sim.worker import Work, Worker
 
 if TYPE_CHECKING:
     from sim.world import Request, World
@@ -72,6 +73,19 @@ class DecodeWorker(Worker):
         pulling = not all(c.finished for c in self.copies)
         return bool(self.core.waiting or self.core.running or landing or pulling or not self.steps.idle)
 
+    def told_work(self) -> Work:
+        owed: Counter[str] = Counter()
+        for number, request in self.requests.items():
+            held = self.core.request(number)
+            if held is not None and not held.joined and request.route is not None:
+                owed[request.route.prefill.name] += 1
+        return Work(self.core.running, self.core.waiting, owed=owed)
+
+    def cut(self) -> None:
+        error = Unavailable("drain_cut", "the decode worker was drained and did not finish")
+        for number in list(self.requests):
+            self.deliver(self.core.fail(number, error))
+
     def busy(self, page_id: int) -> bool:
         if page_id in self.steps.writing:
             return True
@@ -90,6 +104,7 @@ class DecodeWorker(Worker):
     def on_submit(self, request: Request) -> None:
         world = self.world
         try:
+            self.admission.require()
             number = self.core.submit(request.ticket, self.now, self.now + request.deadline_ms)
         except GenlockError as error:
             world.tally.reasons[error.reason] += 1
@@ -118,6 +133,7 @@ class DecodeWorker(Worker):
                 attempt.close()
             if isinstance(outcome, Preempted):
                 world.tally.reasons["preempted"] += 1
+                request.preempted = True
                 continue
             del self.requests[outcome.request_no]
             error = None if isinstance(outcome, Finished) else outcome.error
@@ -130,7 +146,9 @@ class DecodeWorker(Worker):
     def turn(self) -> StepPlan | None:
         self.housekeeping()
         for start in self.core.admit(self.now):
-            attempt = Attempt(self, start, self.world.choose_prefill())
+            route = self.requests[start.request_no].route
+            assert route is not None, "it came by a route"
+            attempt = Attempt(self, start, route.prefill, route.prefill_endpoint)
             self.attempts[start.request_no] = attempt
             attempt.open()
         plan, outcomes = self.core.plan(self.now)
@@ -154,10 +172,11 @@ class DecodeWorker(Worker):
 class Attempt:
     """One handoff of one request: what `decode/pull.py` does, as events."""
 
-    def __init__(self, decode: DecodeWorker, start: StartHandoff, prefill: PrefillWorker) -> None:
+    def __init__(self, decode: DecodeWorker, start: StartHandoff, prefill: PrefillWorker, endpoint: str) -> None:
         self.decode = decode
         self.start = start
         self.prefill = prefill
+        self.endpoint = endpoint  # the route's; the worker may have moved since
         self.world = decode.world
         self.rules: HandoffReceiver[SimToken] = HandoffReceiver(
             start.ticket.ticket_id, decode.guard.layout, start.expected, start.local, decode.guard.checks
@@ -173,7 +192,7 @@ class Attempt:
         return self.start.request_no
 
     def open(self) -> None:
-        self._call = self.world.net.call(self, self.decode, self.prefill, self.start.ticket)
+        self._call = self.world.net.call(self, self.decode, self.prefill, self.endpoint, self.start.ticket)
 
     def close(self) -> None:
         """The request ended or went on: prefill's call has no more use. A copy under way goes on."""

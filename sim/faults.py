@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 ARMED_SHARE = 0.25  # chance that a site is armed in a seed
 CALM_SHARE = 0.06  # chance that a seed has no fault at all
 _RATES = (0.005, 0.02, 0.06)
+_SELDOM = frozenset(("drain_lost", "start_fails", "end_unheard"))  # few opportunities in a run
+_SELDOM_RATES = (0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,21 @@ class Faults:
     partition: float = 0.0
     registry_loss: float = 0.0
     layout_differs: float = 0.0
+    # what gateways know, and scale-down
+    status_lost: float = 0.0
+    status_late: float = 0.0
+    list_lost: float = 0.0
+    list_unread: float = 0.0
+    list_late: float = 0.0
+    cordon: float = 0.0
+    scale_down: float = 0.0
+    drain_short: float = 0.0
+    drain_rude: float = 0.0
+    drain_lost: float = 0.0
+    restart_asked: float = 0.0
+    start_fails: float = 0.0
+    end_unheard: float = 0.0
+    controller_crash: float = 0.0
     # clocks of workers
     clock_skew: float = 0.0
     clock_jump: float = 0.0
@@ -105,7 +122,8 @@ def sample_faults(seed: int) -> Faults:
 
 def _rate(seed: int, site: str) -> float:
     rng = random.Random(f"{seed}/armed/{site}")  # of its own, so that a new site leaves the others as they were
-    return rng.choice(_RATES) if rng.random() < ARMED_SHARE else 0.0
+    rate = rng.choice(_SELDOM_RATES if site in _SELDOM else _RATES)
+    return rate if rng.random() < ARMED_SHARE else 0.0
 
 
 class Dice:

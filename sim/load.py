@@ -12,6 +12,7 @@ from prefill.core import PrefillLimits
 from sim.compute import PAGE_TOKENS, VOCABULARY
 
 CONTEXT_TOKENS = 96
+PROBE_TOKENS = 9
 _TENANTS = ("ant", "bee")
 
 
@@ -28,15 +29,18 @@ class Shape:
     prefill_limits: PrefillLimits
     decode_limits: DecodeLimits
     max_copy_delay_ms: int
+    gateways: int
+    fixed_endpoints: bool  # whether a restarted worker comes back under its former endpoint
 
 
 @dataclass(frozen=True)
 class Wish:
-    """One request before it is sent. `number` is its name in a run; `decode` the worker that it goes to."""
+    """One request before it is sent. `number` is its name in a run; it asks `gateway` for so many `answers`."""
 
     number: int
     at_ms: int
-    decode: int
+    gateway: int
+    answers: int
     ticket: Ticket
     deadline_ms: int
     cancel_after_ms: int
@@ -62,6 +66,8 @@ def draw_shape(seed: int) -> Shape:
             max_running=rng.choice((2, 4, 8)), max_preemptions=rng.choice((0, 2, 4)), context_tokens=CONTEXT_TOKENS
         ),
         max_copy_delay_ms=rng.choice((5, 40, 120)),
+        gateways=rng.choice((1, 2, 3)),
+        fixed_endpoints=rng.random() < 0.5,
     )
 
 
@@ -78,8 +84,17 @@ def draw_wishes(seed: int, shape: Shape) -> list[Wish]:
             prompt = rng.choice(wishes).ticket.token_ids
         sampling = SamplingParams(max_tokens=rng.choice((1, 2, 6, 12, 30)), ignore_eos=rng.random() < 0.3)
         ticket = Ticket(rng.randbytes(16), rng.choice(_TENANTS), prompt, sampling, "sim", "sim")
-        wishes.append(Wish(number, at_ms, rng.randrange(shape.decodes), ticket, 5000, rng.randrange(120)))
+        gateway, answers = rng.randrange(shape.gateways), rng.choice((1, 1, 1, 1, 1, 2))
+        wishes.append(Wish(number, at_ms, gateway, answers, ticket, 5000, rng.randrange(120)))
     return wishes
+
+
+def draw_probe(seed: int, gateway: int) -> Wish:
+    """What each gateway is asked when everything has calmed down; nobody has asked it before."""
+    rng = random.Random(f"{seed}/probe/{gateway}")
+    sampling = SamplingParams(max_tokens=3)
+    ticket = Ticket(rng.randbytes(16), _TENANTS[0], _tokens(rng, PROBE_TOKENS), sampling, "sim", "sim")
+    return Wish(-1, 0, gateway, 1, ticket, 5000, 0)
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvstore.errors import GenlockError, LifecycleError, NotFound, Unavailable
+from kvstore.errors import GenlockError, LifecycleError, NotFound
 from kvstore.header import PageHeader
 from kvstore.ids import PageRef
 from kvstore.lifecycle import Slot, SlotState
 from kvstore.registry import IncarnationRegistry
 from sim.decode_side import DecodeWorker
+from sim.gateway_side import Gateway
 from sim.prefill_side import PrefillWorker
 from sim.watch import WatchedGuard
 from sim.worker import Worker
@@ -33,7 +34,6 @@ class Mischief:
         self._dice = world.dice
         self._rng = world.dice.stream("mischief")
         self._hogs: list[tuple[Worker, int, tuple[PageRef, ...]]] = []
-        self._restarts: list[Worker] = []
         if world.dice.armed:
             world.heap.after(PERIOD_MS, "mischief", self._turn)
 
@@ -41,11 +41,15 @@ class Mischief:
         """Faults are over: what was taken is given back, the dead come back."""
         self._dice.over = True
         self._world.partition = ("", "", 0)
+        self._world.list.up = True
         for hog in list(self._hogs):
             self._give_back(hog)
-        for worker in self._restarts:
-            worker.start()
-        self._restarts = []
+        self._world.controller.restore()
+        for gateway in self._world.gateways:
+            self._revive(gateway)
+
+    def worker_gone(self, worker: Worker) -> None:
+        self._hogs = [h for h in self._hogs if h[0] is not worker]
 
     def recycle_source(self, prefill: PrefillWorker) -> None:
         """While a page is half copied: its leases end and somebody else writes over what is free."""
@@ -76,8 +80,8 @@ class Mischief:
         if dice.hit("registry_loss"):
             self._forget(rng.choice(world.decodes))
         if dice.hit("gateway_death"):
-            for request in world.requests:
-                world.leave(request)
+            self._kill(rng.choice(world.gateways))
+        self._fleet()
         if dice.hit("pool_pressure"):
             self._hog(rng.choice(world.workers))
         if dice.hit("cache_rot"):
@@ -88,25 +92,44 @@ class Mischief:
             self._rude(rng.choice(world.workers))
         world.heap.after(PERIOD_MS, "mischief", self._turn)
 
+    def _fleet(self) -> None:
+        """Operators at work, and a list that nobody can read for a while."""
+        world, dice, rng, controller = self._world, self._dice, self._rng, self._world.controller
+        for site, act in (
+            ("cordon", controller.cordon), ("scale_down", controller.scale_down), ("restart_asked", controller.restart),
+            ("drain_short", controller.drain_short), ("drain_rude", controller.drain_rude),
+        ):  # fmt: skip
+            if dice.hit(site):
+                act(rng.choice(world.workers))
+        if dice.hit("controller_crash") and controller.alive:
+            controller.die()
+            world.heap.after(RESTART_MS, "restart", self._again)
+        if dice.hit("list_lost") and world.list.up:
+            world.list.up = False
+            world.heap.after(rng.randrange(20, 150), "list-back", self._list_back)
+
+    def _again(self) -> None:
+        if not self._world.controller.alive:
+            self._world.controller.start()
+
+    def _list_back(self) -> None:
+        self._world.list.up = True
+
+    def _kill(self, gateway: Gateway) -> None:
+        if gateway.alive:
+            gateway.die()
+            self._world.heap.after(RESTART_MS, "restart", self._revive, gateway)
+
+    def _revive(self, gateway: Gateway) -> None:
+        if not gateway.alive:
+            gateway.start()
+
     def _crash(self, worker: Worker) -> None:
         if not worker.alive:
             return
         world = self._world
-        worker.die()
-        self._hogs = [h for h in self._hogs if h[0] is not worker]
-        if isinstance(worker, PrefillWorker):
-            world.net.prefill_lost(worker)
-        elif isinstance(worker, DecodeWorker):
-            world.net.decode_lost(worker)
-            for request in worker.requests.values():
-                world.on_end(request, Unavailable("decode_lost", "the decode worker died"))
-        self._restarts.append(worker)
-        world.heap.after(RESTART_MS, "restart", self._restart, worker)
-
-    def _restart(self, worker: Worker) -> None:
-        if worker in self._restarts:
-            self._restarts.remove(worker)
-            worker.start()
+        world.controller.crashed(worker)
+        world.stop_worker(worker, "lost")
 
     def _forget(self, decode: DecodeWorker) -> None:
         """The registry comes back empty; what was dead is not known to be dead any more."""

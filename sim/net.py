@@ -50,11 +50,13 @@ class Net:
         self.open: dict[int, Call] = {}
         self._completions: deque[Completed[SimToken]] = deque(maxlen=16)
 
-    def call(self, attempt: Attempt, decode: DecodeWorker, prefill: PrefillWorker, ticket: Ticket) -> Call:
+    def call(
+        self, attempt: Attempt, decode: DecodeWorker, prefill: PrefillWorker, endpoint: str, ticket: Ticket
+    ) -> Call:
         self._number += 1
         call = Call(self._number, decode, decode.life, prefill, prefill.life, attempt)
         self.open[call.number] = call
-        if not prefill.alive:
+        if not prefill.alive or prefill.endpoint != endpoint:
             self.end(call, Unavailable("prefill_unreachable", "nobody answers"))
         elif not self._dice.hit("call_lost"):
             self._down(call, "call", prefill.on_call, call, ticket)
@@ -120,10 +122,10 @@ class Net:
             call.ended = True
             self._up(call, "end", error)
 
-    def prefill_lost(self, prefill: PrefillWorker) -> None:
+    def prefill_lost(self, prefill: PrefillWorker, how: str) -> None:
         for call in list(self.open.values()):
             if call.prefill is prefill:
-                self.end(call, Unavailable("prefill_lost", "the prefill worker died"))
+                self.end(call, Unavailable(f"prefill_{how}", "the prefill worker is gone"))
 
     def decode_lost(self, decode: DecodeWorker) -> None:
         for call in list(self.open.values()):

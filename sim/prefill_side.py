@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decode.handoff import Accepted, Completed, PagePromised
-from kvstore.errors import Cancelled, GenlockError, NotFound
+from kvstore.errors import Cancelled, GenlockError, NotFound, Unavailable
 from kvstore.guard import Published
 from kvstore.step import StepPlan
 from model.ticket import Ticket
@@ -14,7 +14,7 @@ from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, Pre
 from sim.compute import Compute, SimToken
 from sim.net import Call
 from sim.steps import StepDriver
-from sim.worker import Worker
+from sim.worker import Work, Worker
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -25,7 +25,7 @@ class PrefillWorker(Worker):
 
     def __init__(self, world: World, index: int, limits: PrefillLimits) -> None:
         super().__init__(world, f"prefill-{index}")
-        self.layout = world.prefill_layout(index)
+        self.layout, self._tells_layout = world.prefill_layout(index)
         self.compute = Compute(self.layout)
         self.limits = limits
         self.start()
@@ -45,10 +45,23 @@ class PrefillWorker(Worker):
     def working(self) -> bool:
         return bool(self.core.waiting or self.core.running or len(self.core.leases)) or not self.steps.idle
 
+    def told_work(self) -> Work:
+        return Work(self.core.running, self.core.waiting, len(self.core.leases))
+
+    def told_layout(self) -> str:
+        return super().told_layout() if self._tells_layout else ""
+
+    def cut(self) -> None:
+        for number, call in list(self.calls.items()):
+            self.core.cancel(number)
+            self.world.net.end(call, Unavailable("drain_cut", "the prefill worker was drained and did not finish"))
+        self.calls.clear()
+
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def on_call(self, call: Call, ticket: Ticket) -> None:
         try:
+            self.admission.require()
             seq = self.core.submit(ticket, self.now)
         except GenlockError as error:
             self.world.tally.reasons[error.reason] += 1

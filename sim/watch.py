@@ -47,6 +47,9 @@ class WatchedGuard(Guard):
     def book_slot(self, page_id: int) -> Slot:
         return self._book.slot(page_id)
 
+    def book_slots(self) -> Sequence[Slot]:
+        return self._book._slots
+
     def bytes_of(self, page_id: int) -> U8:
         """What lies in a slot now, uint8 [slot_bytes]."""
         slot_U8: U8 = self._pool.slots_SU8[page_id]

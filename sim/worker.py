@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from genlock.v1 import worker_pb2
 from kvstore.guard import Published
 from kvstore.ids import draw_incarnation
 from kvstore.layout import PageLayout
@@ -13,11 +15,22 @@ from kvstore.transfer.memory import MemoryEngine
 from sim.compute import Compute, SimToken
 from sim.steps import StepDriver
 from sim.watch import WatchedGuard
+from wire.admission import Admission
 
 if TYPE_CHECKING:
     from sim.world import World
 
 TICK_MS = 25
+
+
+@dataclass(frozen=True)
+class Work:
+    """`owed`: handoffs that a decode worker's requests still need, by prefill worker."""
+
+    running: int
+    waiting: int
+    leases: int = 0
+    owed: Mapping[str, int] = field(default_factory=dict)
 
 
 class Worker:
@@ -40,6 +53,29 @@ class Worker:
     def now(self) -> int:
         """The worker's own clock."""
         return self.world.heap.now_ms + self.skew_ms
+
+    @property
+    def endpoint(self) -> str:
+        """Where this life listens."""
+        return self.name if self.world.shape.fixed_endpoints else f"{self.name}:{self.life}"
+
+    def told_work(self) -> Work:
+        """What the worker's status tells of its work."""
+        raise NotImplementedError
+
+    def cut(self) -> None:
+        """It stops: everything that is left ends with a typed error."""
+        raise NotImplementedError
+
+    def told_layout(self) -> str:
+        """The layout fingerprint that the worker's status tells."""
+        return str(self.guard.layout.fingerprint)
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        return worker_pb2.WorkerStatus(
+            worker_id=self.name, role=self.role, incarnation=self.guard.incarnation,
+            layout_fingerprint=self.told_layout(), draining=self.admission.draining,
+        )  # fmt: skip
 
     @property
     def working(self) -> bool:
@@ -70,12 +106,16 @@ class Worker:
         world = self.world
         self.life += 1
         self.alive = True
+        self.admission = Admission(self.role, lambda: self.now)
         self.engine = MemoryEngine(world.fabric, self.name)
         incarnation = draw_incarnation(world.dice.stream("incarnations").randbytes)
         self.guard = WatchedGuard(
             layout, slots, self.engine, incarnation, world.kit.digester, checks=world.checks, scrub=world.shape.scrub
         )
+        world.laws.require(incarnation not in world.incarnations, "incarnation_repeats", self.name)
+        world.incarnations.add(incarnation)
         self.guard.watch(world.laws, world.tally, self.busy)
+        world.list.put(self)
 
     def die(self) -> None:
         """The process is gone, its memory with it."""

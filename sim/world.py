@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.control.core import unsettled
+from cluster.router import Route
 from decode.core import DecodeLimits
 from kvstore.checks import Checks
 from kvstore.descriptor import PageDescriptor
@@ -21,11 +23,13 @@ from kvstore.transfer.memory import MemoryTransfer
 from model.ticket import Ticket
 from sim import audit
 from sim.compute import Oracle, small_layouts
+from sim.control_side import Controller
 from sim.decode_side import Copy, DecodeWorker
 from sim.events import Heap
 from sim.faults import Dice, Faults
+from sim.gateway_side import Gateway, WorkerList
 from sim.laws import LAWS, Broken, Laws, Violation
-from sim.load import Shape, Wish, draw_shape, draw_wishes
+from sim.load import PROBE_TOKENS, Shape, Wish, draw_probe, draw_shape, draw_wishes
 from sim.mischief import Mischief
 from sim.net import Call, Net
 from sim.prefill_side import PrefillWorker
@@ -34,8 +38,10 @@ from sim.worker import Worker
 
 SECRET = b"the simulator's own secret"
 CALM_AFTER_MS = 150  # faults stop so long after the last request
-LIMIT_MS = 40_000
+PROBE_AFTER_MS = 100  # time for every gateway to look at every worker again
+LIMIT_MS = 17_000  # more than the longest request, and then the longest drain
 HEAVY_EVERY = 32
+_QUIET = frozenset(("tick", "poll", "drain"))  # events that touch no page of their own
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,17 @@ def make_kit() -> Kit:
     return Kit(layouts, Digester(SECRET, layouts[0].slot_bytes))
 
 
+@dataclass(frozen=True)
+class Places:
+    """A route: workers, where the gateway meant to find them, and which lives they had then."""
+
+    decode: DecodeWorker
+    decode_endpoint: str
+    prefill: PrefillWorker
+    prefill_endpoint: str
+    lives: tuple[tuple[str, int], tuple[str, int]]
+
+
 @dataclass
 class Request:
     """A request as its caller sees it."""
@@ -59,10 +76,18 @@ class Request:
     ticket: Ticket
     deadline_ms: int
     oracle: Oracle
+    gateway: Gateway
+    gateway_life: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     error: GenlockError | None = None
+    route: Places | None = None
     at_decode: tuple[DecodeWorker, int, int] | None = None
+    preempted: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        return self.ticket.prompt_tokens + self.ticket.sampling.max_tokens
 
 
 class World:
@@ -94,6 +119,8 @@ class World:
         self.last_ending = Ending.HONEST
         self.starting: tuple[PrefillWorker, DecodeWorker] | None = None
         self.net = Net(self)
+        self.incarnations: set[int] = set()
+        self.list = WorkerList()
         self.partition: tuple[str, str, int] = ("", "", 0)
         self.requests: list[Request] = []
         self._oracles: dict[tuple[int, ...], Oracle] = {}
@@ -101,23 +128,62 @@ class World:
         self.prefills = [PrefillWorker(self, i, self.shape.prefill_limits) for i in range(self.shape.prefills)]
         self.decodes = [DecodeWorker(self, i, self._decode_limits()) for i in range(self.shape.decodes)]
         self.workers: list[Worker] = [*self.prefills, *self.decodes]
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self.controller = Controller(self)
+        self.gateways = [Gateway(self, i) for i in range(self.shape.gateways)]
         self.mischief = Mischief(self)
         wishes = [w for w in draw_wishes(seed, self.shape) if only is None or w.number in only]
         self._left = len(wishes)
         for wish in wishes:
             self.heap.after(wish.at_ms, "ask", self._ask, wish)
+        self.probes: list[Request] = []
+        self._probed = False
+        self._calm_since_ms: int | None = None
         self.calm_ms = (wishes[-1].at_ms if wishes else 0) + CALM_AFTER_MS
 
     def _decode_limits(self) -> DecodeLimits:
         return self.shape.decode_limits
 
-    def prefill_layout(self, index: int) -> PageLayout:
-        """The last prefill worker may have another layout of the same size."""
-        place = self.shape.layout
+    def prefill_layout(self, index: int) -> tuple[PageLayout, bool]:
+        """The last prefill worker may have another layout of the same size; and whether its status tells it."""
+        place, tells = self.shape.layout, True
         if index and self.dice.faults.layout_differs > 0:
             self.dice.injected["layout_differs"] += 1
             place += 1
-        return self.kit.layouts[place % len(self.kit.layouts)]
+            tells = self.dice.stream("layout_differs/told").random() < 0.3
+        return self.kit.layouts[place % len(self.kit.layouts)], tells
+
+    @property
+    def names(self) -> Collection[str]:
+        """Every name that a worker has or had."""
+        return self._by_name.keys()
+
+    def find(self, name: str) -> Worker | None:
+        return self._by_name.get(name)
+
+    def worker(self, name: str) -> Worker:
+        return self._by_name[name]
+
+    def bring_up(self, name: str) -> Worker:
+        """A process under a name: a new life of a known worker, or a worker that never was."""
+        worker = self._by_name.get(name)
+        if worker is not None:
+            if worker.alive:  # nobody heard that it still lives: the new one takes its place
+                self.stop_worker(worker, "lost")
+            worker.start()
+            return worker
+        role, _, index = name.partition("-")
+        if role == "prefill":
+            prefill = PrefillWorker(self, int(index), self.shape.prefill_limits)
+            self.prefills.append(prefill)
+            worker = prefill
+        else:
+            decode = DecodeWorker(self, int(index), self._decode_limits())
+            self.decodes.append(decode)
+            worker = decode
+        self.workers.append(worker)
+        self._by_name[name] = worker
+        return worker
 
     def oracle(self, tokens: Sequence[int]) -> Oracle:
         key = tuple(tokens)
@@ -146,21 +212,47 @@ class World:
         heap, heavy = self.heap, self._heavy_every
         while not self.finished():
             name = heap.run_next()
-            if name != "tick":
+            if name not in _QUIET:
                 audit.light(self)
             if heap.events % heavy == 0:
                 audit.heavy(self)
+                self.controller.judge_overdue()
             if not self.dice.over and heap.now_ms >= self.calm_ms:
                 self.mischief.stop()
             if heap.now_ms > LIMIT_MS:
                 waiting = [r.number for r in self.requests if not r.ended]
+                if not waiting and not self.controller.settled:
+                    self.laws.broken("fleet_not_restored", unsettled(self.controller.state))
                 self.laws.broken("never_ended", f"requests {waiting or 'none'}, workers still at work")
                 return
 
     def finished(self) -> bool:
         if self._left or not self.dice.over or not all(r.ended for r in self.requests):
             return not len(self.heap)
-        return not any(w.working for w in self.workers if w.alive) and not self.net.open
+        at_work = any(w.working for w in self.workers if w.alive) or not self.controller.settled
+        if at_work or self.net.open:
+            self._calm_since_ms = None
+            return False
+        if self._probed:
+            return True
+        if self._calm_since_ms is None:
+            self._calm_since_ms = self.heap.now_ms
+        if self.heap.now_ms - self._calm_since_ms >= PROBE_AFTER_MS:
+            self._probed = True
+            self._probe()
+        return self._probed and not self.probes
+
+    def _probe(self) -> None:
+        """Once more through each gateway, with no fault left: everything is in service again."""
+        # An unproved copy keeps its pages; a layout that nobody tells makes a route that cannot work; a decode worker
+        # never connects anew to a pool while that pool lives.
+        starved = any(d.guard.free_pages < PROBE_TOKENS for d in self.decodes)
+        if starved or self.dice.faults.layout_differs > 0 or self.dice.injected["connection_lost"]:
+            return
+        for index in range(len(self.gateways)):
+            wish = draw_probe(self.seed, index)
+            self._send(wish, wish.ticket, 1, wish.deadline_ms)
+        self.probes = self.requests[-len(self.gateways) :]
 
     # --- callers ----------------------------------------------------------------------------------------------------
 
@@ -169,24 +261,55 @@ class World:
         ticket, deadline_ms = wish.ticket, wish.deadline_ms
         if self.dice.hit("short_deadline"):
             deadline_ms = self.dice.stream("short_deadline/by").randrange(5, 80)
-        self._send(wish, ticket, deadline_ms)
+        self._send(wish, ticket, wish.answers, deadline_ms)
         if self.dice.hit("client_repeat"):  # the same request again while the first is on its way
-            self._send(wish, replace(ticket, ticket_id=self.dice.stream("ids").randbytes(16)), deadline_ms)
+            self._send(wish, self._again(ticket), 1, deadline_ms)
 
-    def _send(self, wish: Wish, ticket: Ticket, deadline_ms: int) -> None:
-        request = Request(len(self.requests), ticket, deadline_ms, self.oracle(ticket.token_ids))
+    def _again(self, ticket: Ticket) -> Ticket:
+        """Every attempt has an id of its own."""
+        return replace(ticket, ticket_id=self.dice.stream("ids").randbytes(16))
+
+    def _send(self, wish: Wish, ticket: Ticket, answers: int, deadline_ms: int) -> None:
+        gateway = self.gateways[wish.gateway]
+        first = self._request(gateway, ticket, deadline_ms)
+        asked = [first, *(self._request(gateway, self._again(ticket), deadline_ms) for _ in range(answers - 1))]
+        try:
+            if not gateway.alive:
+                raise Unavailable("gateway_unreachable", "nobody answers")
+            routes = gateway.routes(first.most_tokens, answers)
+        except GenlockError as error:
+            self.tally.reasons[error.reason] += 1
+            for request in asked:
+                self.on_end(request, error)
+            return
+        for request, route in zip(asked, routes, strict=True):
+            gateway.claim(request, route)
+            self._open(wish, request, route)
+
+    def _request(self, gateway: Gateway, ticket: Ticket, deadline_ms: int) -> Request:
+        oracle = self.oracle(ticket.token_ids)
+        request = Request(len(self.requests), ticket, deadline_ms, oracle, gateway, gateway.life)
         self.requests.append(request)
-        decode = self.decodes[wish.decode]
-        self.heap.after(1, "submit", self._submit, request, decode, decode.life)
+        return request
+
+    def _open(self, wish: Wish, request: Request, route: Route) -> None:
+        decode, prefill = self.worker(route.decode.worker_id), self.worker(route.prefill.worker_id)
+        assert isinstance(decode, DecodeWorker)
+        assert isinstance(prefill, PrefillWorker)
+        lives = (decode.name, decode.life), (prefill.name, prefill.life)
+        request.route = Places(decode, route.decode.endpoint, prefill, route.prefill.endpoint, lives)
+        self.heap.after(1, "submit", self._submit, request, request.route)
         if self.dice.hit("client_cancel"):
             for _ in range(2 if self.dice.hit("cancel_twice") else 1):
                 self.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
 
-    def _submit(self, request: Request, decode: DecodeWorker, life: int) -> None:
-        if decode.alive and decode.life == life:
-            decode.on_submit(request)
+    def _submit(self, request: Request, route: Places) -> None:
+        if request.ended:  # its gateway died
+            return
+        if route.decode.alive and route.decode.endpoint == route.decode_endpoint:
+            route.decode.on_submit(request)
         else:
-            self.on_end(request, Unavailable("decode_unreachable", "nobody answers"))
+            self.on_end(request, Unavailable("decode_unreachable", "no decode worker answers"))
 
     def leave(self, request: Request) -> None:
         """The caller goes away."""
@@ -198,6 +321,8 @@ class World:
         laws, index = self.laws, len(request.tokens)
         laws.require(not request.ended, "token_after_end", f"request {request.number}")
         request.tokens.append(token)
+        if index == 0 and request.gateway_life == request.gateway.life:
+            request.gateway.on_first_token(request)
         self.heap.note(f"{request.number}:{token}")
         wanted = request.oracle.answer(index)
         if token != wanted:
@@ -207,14 +332,26 @@ class World:
         self.laws.require(not request.ended, "ended_twice", f"request {request.number}")
         request.ended, request.error = True, error
         self.heap.note(f"{request.number}:{error.reason if error else 'ok'}")
+        if request.gateway_life == request.gateway.life:
+            request.gateway.on_end(request, error)
+        if error is not None:
+            self.controller.judge_end(request, error)
         if isinstance(error, InvalidInput):
             self.laws.broken("blames_the_caller", f"request {request.number}: {error.reason} in {error.field}")
         # A caller that went away, or a pool that is too small, needs no fault.
         if error is not None and not self.dice.armed and not isinstance(error, NoCapacity):
             self.laws.broken("failed_without_fault", f"request {request.number}: {error.reason}")
 
-    def choose_prefill(self) -> PrefillWorker:
-        return self.dice.stream("router").choice(self.prefills)
+    def stop_worker(self, worker: Worker, how: str) -> None:
+        """The process ends; `how` says in its requests' errors whether it was `lost` or `stopped`."""
+        worker.die()
+        self.mischief.worker_gone(worker)
+        if isinstance(worker, PrefillWorker):
+            self.net.prefill_lost(worker, how)
+        elif isinstance(worker, DecodeWorker):
+            self.net.decode_lost(worker)
+            for request in worker.requests.values():
+                self.on_end(request, Unavailable(f"decode_{how}", "the decode worker is gone"))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,54 @@
+"""Gateways, drains and the controller in the simulator, and what a careless drain costs."""
+
+import pytest
+
+from kvstore.checks import ALL_CHECKS
+from sim import control_side
+from sim.control_side import Controller
+from sim.faults import NO_FAULTS, Faults
+from sim.load import draw_shape
+from sim.runner import run
+from sim.world import World, make_kit
+
+KIT = make_kit()
+DOOR_OF_DECODE, DOOR_OF_PREFILL = 45, 112  # seeds whose drain meets a request on its way
+
+
+def test_a_door_that_closes_at_once_loses_requests(monkeypatch):
+    assert not run(DOOR_OF_DECODE, kit=KIT).violations
+    monkeypatch.setattr(Controller, "open_ms", lambda self, role, limit_ms: 1)
+    assert [v.law for v in run(DOOR_OF_DECODE, kit=KIT).violations] == ["drain_lost_request"]
+
+
+def test_prefill_must_stay_open_for_handoffs_that_are_owed(monkeypatch):
+    assert not run(DOOR_OF_PREFILL, kit=KIT).violations
+    monkeypatch.setattr(Controller, "open_ms", lambda self, role, limit_ms: min(control_side.POLICY.open_ms, limit_ms))
+    assert [v.law for v in run(DOOR_OF_PREFILL, kit=KIT).violations] == ["drain_lost_request"]
+
+
+def test_drains_alone_cost_no_answer():
+    """Scale-downs and restarts with time, nothing else wrong: whoever is routed is answered."""
+    for seed in (6, 10, 21):  # two workers of each role
+        result = run(seed, kit=KIT, faults=Faults(scale_down=0.3, restart_asked=0.1))
+        assert not result.violations, result.violations[0]
+        assert result.injected["scale_down"]
+        refused = {"no_decode_worker", "no_prefill_worker", "decode_full", "pool_exhausted", "too_many_leases"}
+        assert set(result.outcomes) <= {"ok", *refused}, result.outcomes
+
+
+@pytest.mark.parametrize("site", ["scale_down", "restart_asked", "drain_short", "drain_rude"])
+def test_a_drained_worker_comes_back_as_another_life(site):
+    world = World(6, KIT, Faults(**{site: 0.5}), ALL_CHECKS)
+    lives = {worker.name: worker.guard.incarnation for worker in world.workers}
+    assert world.run() == []
+    shape = draw_shape(6)
+    now = {worker.name: worker.guard.incarnation for worker in world.workers if worker.alive}
+    assert len(now) == shape.prefills + shape.decodes
+    assert any(lives[name] != incarnation for name, incarnation in now.items() if name in lives)
+
+
+def test_gateways_spread_their_requests():
+    result = World(6, KIT, NO_FAULTS, ALL_CHECKS)
+    assert result.run() == []
+    used = {request.route.prefill.name for request in result.requests if request.route is not None}
+    assert len(used) == draw_shape(6).prefills
