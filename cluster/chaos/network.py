@@ -16,7 +16,8 @@ from pathlib import Path
 
 from cluster.chaos.plan import LINK_FAULTS
 from cluster.launch.launcher import Launcher
-from cluster.launch.ray_launcher import RAY_ENVIRONMENT, RayLauncher
+from cluster.launch.ray_launcher import RayLauncher
+from cluster.launch.ray_session import RAY_ENVIRONMENT
 from cluster.launch.spec import WorkerBuilder, WorkerSpec
 from kvstore.errors import Unavailable
 

@@ -89,7 +89,8 @@ class Operations(FleetControl):
 
             after = wanted(desired)
             removed, added = self._plan(after)
-            await self._controller.hands.check_room(added)
+            if any(added.values()):
+                await self._controller.hands.check_room({Role.PREFILL: after.prefill, Role.DECODE: after.decode})
             if not change.dry_run and after != desired:
                 await self._controller.change(wanted, change)
                 self._controller.record(

@@ -67,8 +67,8 @@ class Launcher(Protocol):
         ...
 
     async def check_room(self, specs: list[WorkerSpec]) -> None:
-        """Raises NoCapacity (`no_place`) naming demand and supply where these could never have a place beside what
-        runs."""
+        """Raises NoCapacity (`no_place`) naming demand and supply where these could never all have a
+        place."""
         ...
 
     async def node_of(self, worker_id: str) -> str:

@@ -1,6 +1,9 @@
 """Workers as Ray actors, one placement group each. Ray places, supervises and cleans up; requests and pages never
 pass through it. A dead actor is not restarted by Ray: who restarts, and when, is a decision of the cluster.
 
+On a Ray of our own everything goes with this process. On one that was there already, workers are detached actors named
+in a namespace: they outlive the process that started them, and a later one adopts them.
+
 Ray is blocking, so all calls to it run on one thread of our own; only awaiting results happens on the event loop.
 """
 
@@ -11,37 +14,29 @@ import contextlib
 import importlib
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.launch.launcher import OnLost, ignore_loss, start_timeout, unknown_worker
-from cluster.launch.logs import start_logging
+from cluster.launch.launcher import Adopted, NodeFacts, OnLost, ignore_loss, start_timeout, unknown_worker
+from cluster.launch.ray_place import Supply, demand_of, labels_of, no_place, places, supplies
+from cluster.launch.ray_session import RaySession, cause, first_line
 from cluster.launch.spec import WorkerBuilder, WorkerSpec
+from cluster.roles import Role
+from cluster.settings import ControlConfig
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# No objects travel through the store; this is the least that Ray accepts, with some air.
-OBJECT_STORE_BYTES = 80 << 20
-PLACEMENT_TIMEOUT_S = 10.0
 # Beyond a worker's own grace: its server's and engine's closing.
 STOP_MARGIN_MS = 15_000
-# Ray reads these from the environment alone: no telemetry, no token file in the home folder, loopback only, no
-# memory monitor that would kill workers of its choice.
-RAY_ENVIRONMENT = (
-    ("RAY_USAGE_STATS_ENABLED", "0"),
-    ("RAY_AUTH_MODE", "disabled"),
-    ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"),
-    ("RAY_memory_monitor_refresh_ms", "0"),
-    ("RAY_DEDUP_LOGS", "0"),
-    ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
-)
+PLACE_POLL_S = 0.05
+# How long a live actor may take to say where it is.
+WHERE_S = 10.0
+NAME = re.compile(r"(prefill|decode)-\d{1,9}")
 
 
 class WorkerActor:
@@ -50,14 +45,19 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec, builder: WorkerBuilder) -> None:
         self._spec = spec
         self._worker = builder(spec)
+        self._endpoint = ""
 
     async def start(self) -> str | GenlockError:
         try:
-            start_logging(self._spec.config.log, self._spec.worker_id)
-            return await self._worker.start()
+            self._endpoint = await self._worker.start()
         except GenlockError as error:
             await self._worker.stop(0)
             return error
+        return self._endpoint
+
+    async def where(self) -> tuple[str, str]:
+        """Its endpoint, "" while it starts, and Ray's id of the node."""
+        return self._endpoint, importlib.import_module("ray").get_runtime_context().get_node_id()
 
     async def stop(self, grace_ms: int) -> None:
         await self._worker.stop(grace_ms)
@@ -71,26 +71,40 @@ class WorkerActor:
 class _Started:
     actor: Any
     group: Any
+    node_id: str = ""
     watch: asyncio.Task[None] | None = None
 
 
 class RayLauncher:
-    """Starts an isolated local Ray of its own and removes it at the end."""
+    """On an isolated local Ray of its own, which it removes at the end, or on the one that `control` names."""
 
-    def __init__(self, builder: WorkerBuilder, *, cpus: float | None = None, host: str = "127.0.0.1") -> None:
-        """`cpus`: what Ray may hand out; by default the CPUs that this process may use. `host`: address of the node."""
+    def __init__(
+        self,
+        builder: WorkerBuilder,
+        *,
+        cpus: float | None = None,
+        host: str = "127.0.0.1",
+        control: ControlConfig | None = None,
+    ) -> None:
+        """`cpus`: what a Ray of our own may hand out; by default the CPUs that this process may use. `host`: address of
+        its node."""
+        control = control or ControlConfig()
         self._builder = builder
         self._cpus = float(len(os.sched_getaffinity(0))) if cpus is None else cpus
         self._host = host
+        self._place_s = control.place_timeout_ms / 1000
+        self._session = RaySession(control.ray_address, control.ray_namespace)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._started: dict[str, _Started] = {}
-        self._folder: Path | None = None
-        self._ray: Any = None
         self._closed = False
+
+    @property
+    def _ray(self) -> Any:
+        return self._session.ray
 
     async def open(self, specs: list[WorkerSpec]) -> None:
         demand = sum(spec.config.workers.cpus for spec in specs)
-        if demand > self._cpus + 1e-9:
+        if self._session.local and demand > self._cpus + 1e-9:
             each = specs[0].config.workers.cpus
             raise NoCapacity(
                 "too_few_cpus",
@@ -101,12 +115,14 @@ class RayLauncher:
         await self._call(self._open)
 
     async def start(self, spec: WorkerSpec, on_lost: OnLost = ignore_loss) -> str:
-        started = await self._call(lambda: self._place(spec))
-        self._started[spec.worker_id] = started
+        group = await self._place(spec)
+        started = self._started[spec.worker_id] = _Started(None, group)
         timeout_ms = spec.config.workers.start_timeout_ms
         try:
+            started.actor = await self._make(spec, group)
             async with asyncio.timeout(timeout_ms / 1000):
                 endpoint = await started.actor.start.remote()
+                _endpoint, started.node_id = await started.actor.where.remote()
             if isinstance(endpoint, GenlockError):
                 raise endpoint
         except BaseException as exc:
@@ -114,11 +130,9 @@ class RayLauncher:
             if isinstance(exc, TimeoutError):
                 raise start_timeout(spec.worker_id, timeout_ms) from exc
             if isinstance(exc, self._ray.exceptions.RayError):
-                raise Unavailable("worker_died", f"{spec.worker_id} died at its start: {_cause(exc)}") from exc
+                raise Unavailable("worker_died", f"{spec.worker_id} died at its start: {cause(exc)}") from exc
             raise
-        started.watch = asyncio.create_task(
-            self._watch(spec.worker_id, started, on_lost), name=f"watch {spec.worker_id}"
-        )
+        self._begin_watch(spec.worker_id, started, on_lost)
         return str(endpoint)
 
     async def stop(self, worker_id: str, grace_ms: int) -> None:
@@ -130,7 +144,7 @@ class RayLauncher:
         except TimeoutError:
             log.warning("%s did not stop in time and is ended", worker_id)
         except self._ray.exceptions.RayError as exc:
-            log.warning("%s had died: %s", worker_id, _first_line(exc))
+            log.warning("%s had died: %s", worker_id, first_line(exc))
         finally:
             await self._remove(worker_id)
 
@@ -138,14 +152,55 @@ class RayLauncher:
         self._unwatch(self._get(worker_id))
         await self._remove(worker_id)
 
+    async def adopt(self, on_lost: OnLost) -> list[Adopted]:
+        """One that had not finished its start is ended: nobody was served by it."""
+        names = [name for name in await self._call(self._names) if NAME.fullmatch(name) and name not in self._started]
+        found = await asyncio.gather(*(self._adopt(name, on_lost) for name in names))
+        return [adopted for adopted in found if adopted is not None]
+
+    async def check_room(self, specs: list[WorkerSpec]) -> None:
+        nodes = await self._call(self._nodes)
+        spec = specs[0]
+        demand, labels = self._bundle(spec), labels_of(spec.config.workers)
+        room = places(demand, labels, nodes)
+        if room < len(specs):
+            free = await self._call(self._ray.available_resources)
+            why = f"{len(specs)} such workers are wanted in all, {room} have a place."
+            raise no_place(spec.worker_id, demand, labels, nodes, free, why)
+
+    async def node_of(self, worker_id: str) -> str:
+        node_id = self._get(worker_id).node_id
+        nodes = await self._call(self._nodes)
+        return next((supply.node for supply in nodes if supply.node_id == node_id), node_id[:12])
+
+    async def nodes(self) -> list[NodeFacts]:
+        nodes, free = await self._call(lambda: (self._nodes(), self._free_by_node()))
+        workers = {name: started.node_id for name, started in self._started.items()}
+
+        def left(supply: Supply, key: str) -> float:
+            return float(free.get(supply.node_id, {}).get(key, 0.0))
+
+        return [
+            NodeFacts(
+                supply.node, supply.alive, supply.total.get("CPU", 0.0), left(supply, "CPU"),
+                supply.total.get("GPU", 0.0), left(supply, "GPU"),
+                tuple(sorted(name for name, node_id in workers.items() if node_id == supply.node_id)),
+            )
+            for supply in nodes
+        ]  # fmt: skip
+
     async def close(self) -> None:
+        """Ends the workers too."""
         if self._closed:
             return
         self._closed = True
         for started in self._started.values():
             self._unwatch(started)
+        if not self._session.local:
+            for worker_id in list(self._started):
+                await self._remove(worker_id)
         self._started.clear()
-        await self._call(self._close)
+        await self._call(self._session.close)
         self._thread.shutdown(wait=True)
 
     # --- on the event loop ------------------------------------------------------------------------------------------
@@ -161,17 +216,74 @@ class RayLauncher:
                 await future
             raise
 
+    async def _place(self, spec: WorkerSpec) -> Any:
+        """A placement group for one worker. Raises NoCapacity (`no_place`) when there is none in time; nothing is left
+        then."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._place_s
+        group = await self._call(lambda: self._make_group(spec))
+        try:
+            while not await self._call(lambda: group.wait(0)):
+                if loop.time() >= deadline:
+                    raise await self._call(lambda: self._no_place(spec))
+                await asyncio.sleep(PLACE_POLL_S)
+        except BaseException:
+            await self._call(lambda: self._remove_group(group))
+            raise
+        return group
+
+    async def _make(self, spec: WorkerSpec, group: Any) -> Any:
+        """The actor. A former life that still has the name is ended; Ray gives the name back a little later."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._place_s
+        while True:
+            try:
+                return await self._call(lambda: self._make_actor(spec, group))
+            except ValueError as exc:
+                if loop.time() >= deadline:
+                    raise Unavailable(
+                        "name_taken", f"{spec.worker_id} still runs elsewhere: {first_line(exc)}"
+                    ) from exc
+                await self._call(lambda: self._kill_named(spec.worker_id))
+                await asyncio.sleep(PLACE_POLL_S)
+
+    async def _adopt(self, name: str, on_lost: OnLost) -> Adopted | None:
+        try:
+            started = await self._call(lambda: self._named(name))
+            async with asyncio.timeout(WHERE_S):
+                endpoint, started.node_id = await started.actor.where.remote()
+        except TimeoutError:
+            endpoint = ""  # it may serve all the same: its start's deadline decides
+        except (ValueError, self._ray.exceptions.RayError):
+            return None
+        else:
+            if not endpoint:
+                await self._call(lambda: self._end(started))
+                return None
+        self._started[name] = started
+        self._begin_watch(name, started, on_lost)
+        node = await self.node_of(name)
+        return Adopted(name, Role(name.split("-")[0]), endpoint, node)
+
+    def _begin_watch(self, worker_id: str, started: _Started, on_lost: OnLost) -> None:
+        started.watch = asyncio.create_task(self._watch(worker_id, started, on_lost), name=f"watch {worker_id}")
+
     async def _watch(self, worker_id: str, started: _Started, on_lost: OnLost) -> None:
         try:
             await started.actor.until_the_end.remote()
         except self._ray.exceptions.RayError as exc:
-            on_lost(worker_id, f"its process ended: {_first_line(exc)}")
+            await self._remove(worker_id, unless=started)
+            on_lost(worker_id, f"its process ended: {first_line(exc)}")
 
-    async def _remove(self, worker_id: str) -> None:
-        started = self._started.pop(worker_id, None)
-        if started is not None:
+    async def _remove(self, worker_id: str, unless: _Started | None = None) -> None:
+        """Ends actor and group. `unless`: only this one, not a later life of the name; its watch is the caller."""
+        started = self._started.get(worker_id)
+        if started is None or (unless is not None and started is not unless):
+            return
+        del self._started[worker_id]
+        if unless is None:
             self._unwatch(started)
-            await self._call(lambda: self._end(started))
+        await self._call(lambda: self._end(started))
 
     def _unwatch(self, started: _Started) -> None:
         if started.watch is not None:
@@ -186,28 +298,7 @@ class RayLauncher:
     # --- on Ray's thread --------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        with _environment(RAY_ENVIRONMENT):
-            ray = importlib.import_module("ray")
-            if ray.is_initialized():
-                raise Unavailable("ray_in_use", "this process is already connected to a Ray cluster")
-            self._ray = ray
-            # Short: the path of a Unix socket has at most 107 bytes.
-            self._folder = Path(tempfile.mkdtemp(prefix="genlock-"))
-            try:
-                ray.init(
-                    address="local",
-                    num_cpus=self._cpus,
-                    num_gpus=0,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _node_ip_address=self._host,
-                    resources=self._resources(),
-                    _temp_dir=str(self._folder),
-                )
-            except Exception as exc:
-                raise Unavailable("ray_failed", f"Ray did not start: {_first_line(exc)}") from exc
+        self._session.open(cpus=self._cpus, host=self._host, resources=self._resources())
 
     def _resources(self) -> dict[str, float]:
         """What this node offers beside CPUs."""
@@ -215,72 +306,82 @@ class RayLauncher:
 
     def _bundle(self, spec: WorkerSpec) -> dict[str, float]:
         """What a worker needs of its node."""
-        return {"CPU": spec.config.workers.cpus}
+        return demand_of(spec.config.workers)
 
-    def _place(self, spec: WorkerSpec) -> _Started:
+    def _make_group(self, spec: WorkerSpec) -> Any:
         groups = importlib.import_module("ray.util.placement_group")
+        labels = labels_of(spec.config.workers)
+        return groups.placement_group(
+            [self._bundle(spec)],
+            strategy="STRICT_PACK",
+            name=self._group_name(spec.worker_id),
+            lifetime=None if self._session.local else "detached",
+            bundle_label_selector=[labels] if labels else None,
+        )
+
+    def _make_actor(self, spec: WorkerSpec, group: Any) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        cpus = spec.config.workers.cpus
-        group = groups.placement_group([self._bundle(spec)], strategy="STRICT_PACK", name=spec.worker_id)
-        if not group.wait(PLACEMENT_TIMEOUT_S):
-            free = self._ray.available_resources().get("CPU", 0.0)
-            groups.remove_placement_group(group)
-            raise NoCapacity(
-                "no_place",
-                f"no place for {spec.worker_id}: it needs {cpus:g} CPUs, {free:g} of {self._cpus:g} are free",
-                field="workers.cpus",
-            )
-        actor = (
+        bundle = self._bundle(spec)
+        return (
             self._ray.remote(WorkerActor)
             .options(
-                num_cpus=cpus,
+                num_cpus=bundle.get("CPU", 0.0),
+                num_gpus=bundle.get("GPU", 0.0),
                 max_restarts=0,
                 max_task_retries=0,
                 name=spec.worker_id,
+                namespace=self._session.namespace,
+                lifetime=None if self._session.local else "detached",
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group),
             )
             .remote(spec, self._builder)
         )
+
+    def _no_place(self, spec: WorkerSpec) -> NoCapacity:
+        why = f"Waited {self._place_s:g} s: free some, or lower what a worker needs."
+        return no_place(
+            spec.worker_id, self._bundle(spec), labels_of(spec.config.workers), self._nodes(),
+            self._ray.available_resources(), why,
+        )  # fmt: skip
+
+    def _nodes(self) -> tuple[Supply, ...]:
+        return supplies(self._ray.nodes())
+
+    def _free_by_node(self) -> dict[str, dict[str, float]]:
+        # Ray's public answer is a sum over all nodes; the state API by node needs the dashboard.
+        state = importlib.import_module("ray._private.state")
+        return dict(state.available_resources_per_node())
+
+    def _names(self) -> list[str]:
+        if self._session.local:
+            return []
+        return list(importlib.import_module("ray.util").list_named_actors())
+
+    def _named(self, name: str) -> _Started:
+        """Raises ValueError where there is no such actor any more."""
+        groups = importlib.import_module("ray.util.placement_group")
+        actor = self._ray.get_actor(name, namespace=self._session.namespace)
+        try:
+            group = groups.get_placement_group(self._group_name(name))
+        except ValueError:
+            group = None  # somebody removed it by hand; the actor ends with it or goes on
         return _Started(actor, group)
 
-    def _end(self, started: _Started) -> None:
+    def _group_name(self, worker_id: str) -> str:
+        return f"{self._session.namespace}:{worker_id}"
+
+    def _kill_named(self, name: str) -> None:
+        with contextlib.suppress(ValueError):
+            self._end(self._named(name), keep_group=True)
+
+    def _end(self, started: _Started, *, keep_group: bool = False) -> None:
+        if started.actor is not None:
+            with contextlib.suppress(Exception):
+                self._ray.kill(started.actor, no_restart=True)
+        if started.group is not None and not keep_group:
+            self._remove_group(started.group)
+
+    def _remove_group(self, group: Any) -> None:
         groups = importlib.import_module("ray.util.placement_group")
         with contextlib.suppress(Exception):
-            self._ray.kill(started.actor, no_restart=True)
-        with contextlib.suppress(Exception):
-            groups.remove_placement_group(started.group)
-
-    def _close(self) -> None:
-        if self._ray is not None:
-            self._ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
-
-@contextlib.contextmanager
-def _environment(values: tuple[tuple[str, str], ...]) -> Iterator[None]:
-    """Sets variables for a while; processes that are started inside keep them."""
-    before = {name: os.environ.get(name) for name, _value in values}
-    os.environ.update(dict(values))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _cause(exc: BaseException) -> str:
-    """Ray quotes the other process's traceback; its last line says what it was."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    if any("Traceback" in line or line.startswith('File "') for line in lines):
-        return lines[-1][:300]
-    return _first_line(exc)
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(exc).__name__
+            groups.remove_placement_group(group)

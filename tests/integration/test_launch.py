@@ -160,7 +160,7 @@ async def test_a_cluster_on_ray_serves_sees_a_death_and_leaves_nothing():
     launcher = RayLauncher(build_fake, cpus=2.0)
     cluster = Cluster(config(workers__decode=2), launcher, load_fake, report=said.append)
     endpoint = await cluster.start()
-    folder = launcher._folder
+    folder = launcher._session.folder
     assert processes_of(str(folder))
     assert await ask(endpoint) == "hello"
     pids = await launcher._started["decode-0"].actor.__ray_call__.remote(lambda _self: os.getpid())
@@ -186,4 +186,4 @@ async def test_a_failed_start_on_ray_is_typed_and_leaves_nothing():
     with pytest.raises(InvalidInput) as caught:
         await Cluster(config(), launcher, load_fake).start()
     assert (caught.value.reason, caught.value.field) == ("bad_layout", "layout.page_tokens")
-    assert launcher._folder is None
+    assert launcher._session.folder is None
