@@ -84,7 +84,7 @@ def parse_address(text: str) -> MooncakeAddress:
         if not host or not 1 <= int(port) <= 65535 or type(address.base) is not int or address.base <= 0:
             raise ValueError("session or base out of range")
         return address
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InvalidInput(
             "bad_address", f"export.address is no mooncake address: {error}", field="export.address"
         ) from error
@@ -286,6 +286,7 @@ class MooncakeEngine(PoolEngine[_Source]):
         self._idle = threading.Condition(self._lock)
         self._probes = threading.BoundedSemaphore(MAX_PROBES)
         self._late_buffers: list[U8] = []
+        self._register_tried = False
 
     @staticmethod
     def available() -> str | None:
@@ -326,6 +327,7 @@ class MooncakeEngine(PoolEngine[_Source]):
     def _register(self, incarnation: int) -> str:
         assert self._buffer is not None  # publish checked it
         base = self._buffer.ctypes.data
+        self._register_tried = True  # whatever comes of it: a call that raises may have registered
         self._register_region(self._buffer)
         return MooncakeAddress(f"{self._host}:{self._library.get_rpc_port()}", self._protocol, base).text()
 
@@ -404,7 +406,7 @@ class MooncakeEngine(PoolEngine[_Source]):
             library, self._library = self._library, None
             quiet = self._idle.wait_for(lambda: not self._calls, CLOSE_TIMEOUT_MS / 1000)
             self._calls += 1  # `stopped` stays False until the destructor has run
-        if quiet and self._published and self._buffer is not None:
+        if quiet and self._register_tried and self._buffer is not None:
             library.unregister_memory(self._buffer.ctypes.data)
         del library  # runs the destructor, unless a call that hangs still holds the engine
         with self._idle:
