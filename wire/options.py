@@ -16,7 +16,8 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.enable_http_proxy", 0),
         # A worker that comes back is seen within a second, not after minutes of back-off.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name also the longest wait for a connection: a busy or far peer needs more than a moment.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         # A peer whose machine vanished sends no reset; without a ping its streams would hang.
         ("grpc.keepalive_time_ms", 10_000),

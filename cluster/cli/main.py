@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import click
 
 from cluster.cli.lazy import LazyCommand, LazyGroup
-from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput
+from kvstore.errors import Conflict, DeadlineExceeded, GenlockError, InvalidInput, Refused
 
-OK, FAILED, USAGE, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 5, 130
+OK, FAILED, USAGE, UNREACHABLE, CONFLICT, TIMED_OUT, REFUSED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 
 COMMANDS = {
     "up": LazyCommand("cluster.cli.up:command", "Start a cluster here and serve until Ctrl-C."),
@@ -19,12 +19,27 @@ COMMANDS = {
     "generate": LazyCommand("cluster.cli.generate:command", "Answer one prompt."),
     "chat": LazyCommand("cluster.cli.chat:command", "Talk with the model."),
     "status": LazyCommand("cluster.cli.status:command", "Workers, pools, checks and outcomes."),
+    "get": LazyCommand("cluster.cli.get:command", "List workers, pools, requests, leases or nodes."),
+    "top": LazyCommand("cluster.cli.top:command", "The fleet, live."),
+    "scale": LazyCommand("cluster.cli.scale:command", "How many workers are wanted: prefill=4 decode=10."),
+    "cordon": LazyCommand("cluster.cli.drain:cordon", "Send no new requests to a worker or node."),
+    "uncordon": LazyCommand("cluster.cli.drain:uncordon", "Send it requests again."),
+    "drain": LazyCommand("cluster.cli.drain:drain", "Let its requests end, then stop it."),
+    "restart": LazyCommand("cluster.cli.drain:restart", "Drain a worker and start it anew."),
+    "events": LazyCommand("cluster.cli.events:command", "What happened, who did it and why."),
+    "describe": LazyCommand("cluster.cli.describe:command", "All about one worker or request."),
+    "explain": LazyCommand("cluster.cli.explain:command", "What an error means and what to do."),
+    "apply": LazyCommand("cluster.cli.apply:apply", "Make the fleet what a file says."),
+    "diff": LazyCommand("cluster.cli.apply:diff", "What a file would change."),
     "config": LazyCommand("cluster.cli.config:command", "Effective settings and where each one came from."),
     "selftest": LazyCommand("cluster.selftest.cli:command", "Check this installation with injected faults."),
     "chaos": LazyCommand("cluster.chaos.cli:command", "Break a private cluster under load and judge every answer."),
+    "soak": LazyCommand("cluster.chaos.soak_cli:command", "Very many short requests; nothing may grow."),
     "sim": LazyCommand("sim.cli:sim_command", "Search for broken promises in simulated clusters, seed by seed."),
     "autoscale": LazyCommand("cluster.cli.autoscale:command", "Decide how many workers there are, and why."),
     "manifest": LazyCommand("cluster.cli.manifest:command", "Kubernetes manifests, rendered and checked."),
+    "doctor": LazyCommand("cluster.cli.doctor:command", "Check this host: Ray, Redis, engines, ports, clocks."),
+    "completion": LazyCommand("cluster.cli.completion:command", "Completion for bash, zsh or fish."),
     "bench": LazyCommand("cluster.cli.bench:command", "Measure on this machine."),
 }
 
@@ -41,7 +56,8 @@ Examples:
   genlock status -o json
 
 \b
-Exit codes: 0 ok, 1 failed, 2 wrong usage or bad input, 3 no cluster reached, 5 timed out.""",
+Exit codes: 0 ok, 1 failed or differs, 2 wrong usage or bad input, 3 nobody reached, 4 conflict,
+5 timed out, 6 refused by policy.""",
 )
 @click.version_option(package_name="genlock", message="genlock %(version)s")
 def cli() -> None:
@@ -56,9 +72,16 @@ class Unreachable(click.ClickException):
 
 
 def exit_code_of(error: GenlockError) -> int:
-    if isinstance(error, InvalidInput):
-        return USAGE
-    return TIMED_OUT if isinstance(error, DeadlineExceeded) else FAILED
+    for kind, code in (
+        (InvalidInput, USAGE),
+        (Conflict, CONFLICT),
+        (DeadlineExceeded, TIMED_OUT),
+        (Refused, REFUSED),
+    ):
+        if isinstance(error, kind):
+            return code
+    # Nobody is behind the gateway to do it.
+    return UNREACHABLE if error.reason in ("no_controller", "registry_unreachable", "peer_unreachable") else FAILED
 
 
 def run(args: Sequence[str] | None = None) -> int:

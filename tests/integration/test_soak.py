@@ -1,0 +1,32 @@
+"""A slice of the soak: requests through a real cluster leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.chaos.soak import Soak, SoakSettings
+from decode.engine import DecodeEngine
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def test_a_slice_of_the_soak_is_flat():
+    report = await Soak(SoakSettings(requests=1500, restarts=2), lambda text, share: None).run()
+    assert report.failures == ()
+    assert report.restarts == 2
+    watched = {j.name for j in report.series}
+    tables = {"PeerTable._peers", "PrefixIndex._pages", "Ledger._loads", "LeaseTable._leases"}
+    assert {"resident_bytes", "descriptors", "shared_regions", "DecodeEngine._live"} | tables <= watched
+
+
+async def test_a_table_that_keeps_one_entry_a_request_fails_the_soak(monkeypatch):
+    finish = DecodeEngine._finish
+
+    def leaking(self, outcome, live):
+        finish(self, outcome, live)
+        self.__dict__.setdefault("kept", []).append(outcome.request_no)
+
+    monkeypatch.setattr(DecodeEngine, "_finish", leaking)
+    report = await Soak(SoakSettings(requests=300, restarts=0), lambda text, share: None).run()
+    assert [j.name for j in report.series if not j.flat] == ["DecodeEngine.kept"]
+    assert report.ok == 300
