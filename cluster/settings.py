@@ -91,7 +91,10 @@ class TransferConfig:
 class WorkersConfig:
     prefill: int = _setting(1, "Prefill workers.", low=1, high=256)
     decode: int = _setting(1, "Decode workers.", low=1, high=256)
-    host: str = _setting("127.0.0.1", "Address that workers listen on.", check=_not_blank)
+    host: str = _setting(
+        "127.0.0.1", "Address that workers listen on; auto: each its host's own, for workers on many hosts.",
+        check=_not_blank,
+    )  # fmt: skip
     port: int = _setting(
         0, "Port of a worker: the first free one from here on, of 64; 0: any free one.", low=0, high=65_472
     )

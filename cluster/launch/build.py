@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import torch
 
-from cluster.launch.ports import first_free
+from cluster.launch.ports import first_free, own_address
 from cluster.launch.spec import WorkerSpec
 from cluster.launch.telemetry import WorkerTelemetry, read_worker
 from cluster.launch.telling import heartbeat_of
@@ -82,7 +82,7 @@ class BuiltWorker:
     """A worker of either role. `guard`, `engine` and the like are there once `start` has returned."""
 
     def __init__(self, spec: WorkerSpec, tuning: WorkerTuning = NO_TUNING) -> None:
-        self.spec = spec
+        self.spec = replace(spec, host=own_address(spec.host))
         self.tuning = tuning
         self.endpoint = ""
         self.guard: Guard

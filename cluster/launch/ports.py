@@ -1,10 +1,17 @@
-"""The port of a worker's server: the first free one of a short range, which firewalls and NetworkPolicies can name."""
+"""Where a worker listens: the address of its own host, and the first free port of a short range that firewalls and
+NetworkPolicies can name."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidInput, Unavailable
+
+# The host's own address, found where the worker runs: one setting for workers on many hosts.
+AUTO = "auto"
+# Reserved for documents (RFC 5737). Connecting a datagram socket sends nothing; it only asks for the route.
+_ANYWHERE = ("192.0.2.1", 9)
 
 # Workers of one host look for theirs in the same range.
 PORTS_TO_TRY = 64
@@ -23,3 +30,18 @@ def first_free(add: Callable[[str], int], host: str, first: int) -> int:
     raise Unavailable(
         "port_taken", f"cannot listen on {where}: set workers.port to another range", field="workers.port"
     )
+
+
+def own_address(setting: str) -> str:
+    """The address that `workers.host` means on this host: for `auto` that of its default route. Raises InvalidInput."""
+    if setting != AUTO:
+        return setting
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ANYWHERE)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidInput(
+            "bad_setting", f"workers.host is auto, and this host has no route ({error}): name its address",
+            field="workers.host",
+        ) from error  # fmt: skip

@@ -98,7 +98,7 @@ def drain_before_stop(documents: Sequence[Document]) -> Found:
         ]
         text = " ".join(str(word) for command in commands for word in command)
         if "genlock drain" not in text or "--wait" not in text:
-            yield pod.where, "preStop must run `genlock drain --pod ... --wait`: running requests would be cut off"
+            yield pod.where, "preStop must run `genlock drain ... --wait`: running requests would be cut off"
         elif "$(" in text:
             yield pod.where, "preStop holds $(...), which Kubernetes does not expand there: use a shell and $NAME"
 

@@ -58,6 +58,9 @@ def listens_outside(documents: Sequence[Document]) -> Found:
         for key, host in hosts.items():
             if host.startswith(_LOOPBACK):
                 yield where, f"{key} is {host}, which no other pod and no probe reaches: take 0.0.0.0"
+        # Workers tell others the address at which they listen, so each needs its own.
+        if config.workers.host != "auto":
+            yield where, f"workers.host is {config.workers.host}: take auto, each pod has its own address"
 
 
 def grace_above_drain(documents: Sequence[Document]) -> Found:

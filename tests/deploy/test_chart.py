@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from typing import Any
 
 import click
@@ -193,6 +194,14 @@ def test_tls_comes_from_a_secret() -> None:
     assert check(documents) == ()
 
 
+def test_the_drain_waits_no_longer_than_the_grace() -> None:
+    documents = with_values("settings.workers.drain_timeout_ms=300000")
+    spec = group(documents, "decode")["template"]["spec"]
+    line = shlex.split(container({"spec": spec})["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert line[:4] == ["exec", "genlock", "drain", "$POD_NAME"]
+    assert int(line[line.index("--wait-timeout") + 1]) == 300 < spec["terminationGracePeriodSeconds"]
+
+
 def test_another_release_name_reaches_everything() -> None:
     documents = with_values(name="blue")
     assert check(documents) == ()
@@ -278,5 +287,5 @@ def genlock_lines(documents: list[dict[str, Any]]) -> list[list[str]]:
             lines.append(entry["args"])
     for role in ("prefill", "decode"):
         command = container(group(documents, role)["template"])["lifecycle"]["preStop"]["exec"]["command"]
-        lines.append(command[-1].removeprefix("exec genlock ").replace('"', "").split())
+        lines.append(shlex.split(command[-1].removeprefix("exec genlock ")))
     return lines

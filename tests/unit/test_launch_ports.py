@@ -1,11 +1,12 @@
-"""A worker's port: the first free one of a range that others can name."""
+"""Where a worker listens: its host's address, and the first free port of a range that others can name."""
 
 from __future__ import annotations
 
 import pytest
 
-from cluster.launch.ports import PORTS_TO_TRY, first_free
-from kvstore.errors import Unavailable
+from cluster.launch import ports
+from cluster.launch.ports import PORTS_TO_TRY, first_free, own_address
+from kvstore.errors import InvalidInput, Unavailable
 
 
 class Host:
@@ -49,3 +50,36 @@ def test_a_range_ends_with_the_ports() -> None:
     host = Host(*range(65_472, 65_536))
     with pytest.raises(Unavailable, match="to 65535"):
         first_free(host.add, "10.0.0.1", 65_472)
+
+
+class Probe:
+    """A datagram socket that knows a route, or none."""
+
+    route = ""
+
+    def __init__(self, *_kind: object) -> None: ...
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def connect(self, _address: tuple[str, int]) -> None:
+        if not self.route:
+            raise OSError("Network is unreachable")
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.route, 1234
+
+
+def test_a_named_address_stays() -> None:
+    assert own_address("10.0.0.1") == "10.0.0.1"
+
+
+def test_auto_is_the_address_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports.socket, "socket", Probe)
+    with pytest.raises(InvalidInput, match="no route") as caught:
+        own_address("auto")
+    assert caught.value.field == "workers.host"
+    monkeypatch.setattr(Probe, "route", "10.0.0.7")
+    assert own_address("auto") == "10.0.0.7"

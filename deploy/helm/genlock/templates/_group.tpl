@@ -33,6 +33,8 @@ max-worker-port: "10999"
   # Labels of the Ray nodes, for placement.
   labels: {genlock-role: {{ .role }}}
   rayStartParams:
+    # A shell expands it: the node's name in Genlock's commands is the pod's.
+    node-name: $POD_NAME
     resources: {{ printf "\"{\\\"%s\\\": %d}\"" .role (int $group.workersPerPod) | squote }}
     {{- include "genlock.rayPorts" $root | nindent 4 }}
   template:
@@ -71,8 +73,14 @@ max-worker-port: "10999"
           lifecycle:
             preStop:
               exec:
-                # By a shell: Kubernetes expands no $(POD_NAME) here.
-                command: [/bin/sh, -c, 'exec genlock drain --pod "$POD_NAME" --wait']
+                # By a shell: Kubernetes expands no $(POD_NAME) here. The pod goes whatever the answer is, so --force;
+                # as many workers are wanted as before, so --replace.
+                command:
+                  - /bin/sh
+                  - -c
+                  - >-
+                    exec genlock drain "$POD_NAME" --wait --wait-timeout {{ include "genlock.drainSeconds" $root }}
+                    --force --replace --reason "pod $POD_NAME ends"
           resources:
             {{- include "genlock.groupResources" $group | nindent 12 }}
           securityContext:

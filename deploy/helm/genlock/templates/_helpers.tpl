@@ -58,7 +58,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
     "host" "0.0.0.0" "port" .Values.ports.grpc
     "http_host" "0.0.0.0" "http_port" .Values.ports.http)
   "workers" (dict
-    "port" .Values.ports.workers
+    "host" "auto" "port" .Values.ports.workers
     "prefill" (mul .Values.prefill.replicas .Values.prefill.workersPerPod)
     "decode" (mul .Values.decode.replicas .Values.decode.workersPerPod))
   "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics)
