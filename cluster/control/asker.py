@@ -32,33 +32,40 @@ class GrpcAsker:
             if not (await self.status(endpoint, timeout_ms)).draining:
                 raise
 
+    async def check(self, endpoint: str, prefill_endpoint: str, prefill_worker: str, timeout_ms: int) -> None:
+        stub = worker_pb2_grpc.DecodeServiceStub(await self._channel(endpoint))
+        request = worker_pb2.CheckPeerRequest(prefill_endpoint=prefill_endpoint, prefill_worker=prefill_worker)
+        await answer(stub.CheckPeer(request, timeout=timeout_ms / 1000))
+
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close(None)
 
     async def _stub(self, endpoint: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
-        """Over the one channel to `endpoint`; beyond MAX_CHANNELS the one that was used longest ago is closed."""
+        return worker_pb2_grpc.WorkerServiceStub(await self._channel(endpoint))
+
+    async def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        """The one channel to `endpoint`; beyond MAX_CHANNELS the one that was used longest ago is closed."""
         channel = self._channels.pop(endpoint, None) or open_channel(endpoint)
         self._channels[endpoint] = channel
         if len(self._channels) > MAX_CHANNELS:
             await self._channels.pop(next(iter(self._channels))).close(None)
-        return worker_pb2_grpc.WorkerServiceStub(channel)
+        return channel
 
 
 def told_of(
     status: worker_pb2.WorkerStatus, worker_id: str, life: int, asked_ms: int, peers: Mapping[str, int]
 ) -> Told:
     """Pure. `peers`: present incarnations of prefill workers; proofs about earlier lives say nothing."""
-    fault = ""
+    fault, proofs = "", [proof for proof in status.peers if peers.get(proof.worker_id) == proof.incarnation]
     if status.worker_id != worker_id:
         fault = f"{status.role} worker {status.worker_id[:64]!r} answers at its endpoint"
-    else:
-        proofs = [proof for proof in status.peers if peers.get(proof.worker_id) == proof.incarnation]
-        if status.proves_peers and proofs and not any(proof.passed for proof in proofs):
-            fault = f"its exchange of a page with {proofs[0].worker_id} failed: {proofs[0].detail or proofs[0].reason}"
+    elif status.proves_peers and proofs and not any(proof.passed for proof in proofs):
+        fault = f"its exchange of a page with {proofs[0].worker_id} failed: {proofs[0].detail or proofs[0].reason}"
     return Told(
         worker_id, life, asked_ms, status.incarnation, fault=fault[:256], running=status.running_requests,
         waiting=status.waiting_requests, leases=status.leases, draining=status.draining,
         step_age_ms=status.step_age_ms, owed=dict(status.owed_handoffs),
+        proves=status.proves_peers, tried={proof.worker_id: proof.incarnation for proof in proofs},
     )  # fmt: skip

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 MAX_EVENTS_HELD = 1000
 MAX_CHANGE_TRIES = 5
 DRAIN_CALL_MS = 1_000
+CHECK_MS = 30_000
 DRAIN_RETRY_S = 0.1
 # Beyond the start's own limit, which its launcher keeps.
 START_MARGIN_MS = 30_000
@@ -76,6 +77,7 @@ class _Life:
 
     status: worker_pb2.WorkerStatus | None = None
     asking: asyncio.Task[None] | None = None
+    checking: bool = False
     starting: asyncio.Task[None] | None = None
     started_unix_ms: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -276,12 +278,27 @@ class Controller:
             refused = isinstance(error, Unavailable)
             self.hear(Silent(row.worker_id, row.life, error.message[:256], refused=refused))
             return
-        peers = {other.worker_id: other.incarnation for other in self.state.of(Role.PREFILL) if other.alive}
+        prefills = [other for other in self.state.of(Role.PREFILL) if other.alive and other.incarnation]
+        peers = {other.worker_id: other.incarnation for other in prefills}
         told = told_of(status, row.worker_id, row.life, asked_ms, peers)
         if not row.incarnation or row.incarnation == status.incarnation:
             life.status = status
             await self._feed(row, life, status)
         self.hear(told)
+        if status.proves_peers and not life.checking:
+            untried = [other for other in prefills if told.tried.get(other.worker_id) != other.incarnation]
+            if untried:
+                life.checking = True
+                self._spawn(self._check(row, life, untried), f"{row.worker_id} exchanges pages")
+
+    async def _check(self, row: Row, life: _Life, prefills: list[Row]) -> None:
+        """Each exchange is tried once a life; a gateway that has asked for it already makes this a short answer."""
+        try:
+            for prefill in prefills:
+                with contextlib.suppress(GenlockError):  # the next status tells
+                    await self._asker.check(row.endpoint, prefill.endpoint, prefill.worker_id, CHECK_MS)
+        finally:
+            life.checking = False
 
     async def _feed(self, row: Row, life: _Life, status: worker_pb2.WorkerStatus) -> None:
         """Tells a registry of this process alone what its workers cannot."""

@@ -58,7 +58,15 @@ def leavers(rows: Iterable[Row], count: int) -> list[str]:
     """Which `count` workers of one role go: those that serve nobody first, then the least loaded, then the youngest
     name."""
     rank = {Phase.STOPPED: 0, Phase.DRAINING: 1, Phase.STARTING: 2, Phase.DEGRADED: 3, Phase.READY: 4}
-    order = sorted(rows, key=lambda row: (rank[row.phase], row.load, -index_of(row.worker_id), row.worker_id))
+    order = sorted(
+        rows,
+        key=lambda row: (
+            min(rank[row.phase], 1) if row.asked else rank[row.phase],
+            row.load,
+            -index_of(row.worker_id),
+            row.worker_id,
+        ),
+    )
     return [row.worker_id for row in order[: max(0, count)]]
 
 
@@ -89,6 +97,14 @@ def unsettled(state: State) -> str:
         for row in sorted(odd, key=lambda row: row.worker_id)
     ]
     return "; ".join(reasons)
+
+
+def _is_to_go(row: Row) -> bool:
+    return row.leaving or bool(row.asked)
+
+
+def _why(row: Row) -> str:
+    return row.asked or "fewer workers are wanted"
 
 
 class _Turn:
@@ -149,7 +165,7 @@ class _Turn:
         load = seen.running + seen.waiting
         row = self.rows[row.worker_id] = replace(
             row, incarnation=seen.incarnation, load=load, idle=not (load + seen.leases), told_ms=seen.asked_ms,
-            owed=seen.owed, late_answers=0,
+            owed=seen.owed, late_answers=0, proves=seen.proves, tried=seen.tried,
         )  # fmt: skip
         fault = seen.fault
         if not fault and seen.step_age_ms > self.policy.stall_ms:
@@ -162,8 +178,19 @@ class _Turn:
             self.rows[row.worker_id] = replace(row, reason=fault[:256])  # its start's deadline decides
         elif fault:
             self._to(row, Phase.DEGRADED, fault)
+        elif row.phase is Phase.STARTING and (untried := self._untried(row)):
+            self.rows[row.worker_id] = replace(row, reason=f"has not exchanged a page with {untried} yet")
         elif row.phase is not Phase.READY:
             self._to(row, Phase.READY, "", ready_ms=self.now_ms, deadline_ms=0)
+
+    def _untried(self, row: Row) -> str:
+        """A ready worker of the other role that this one could not serve with yet; "" where there is none."""
+        for other in self._of(Role.PREFILL if row.role is Role.DECODE else Role.DECODE):
+            decode, prefill = (row, other) if row.role is Role.DECODE else (other, row)
+            new = decode.proves and decode.tried.get(prefill.worker_id) != prefill.incarnation
+            if new and other.phase is Phase.READY and other.step is Step.NONE:
+                return other.worker_id
+        return ""
 
     def _silent(self, row: Row, seen: Silent) -> None:
         row = self.rows[row.worker_id] = replace(row, late_answers=row.late_answers + 1)
@@ -186,7 +213,7 @@ class _Turn:
             # Nothing to drain: it goes, or its next start comes at once.
             self.rows[row.worker_id] = replace(row, not_before_ms=self.now_ms)
         elif row.step is Step.NONE:
-            self._begin_end(row, seen.reason)
+            self.rows[row.worker_id] = replace(row, asked=seen.reason or "asked for")
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +223,7 @@ class _Turn:
         for worker_id, incarnation in self.state.desired.restarts.items():
             row = self.rows.get(worker_id)
             if row is not None and row.alive and row.step is Step.NONE and incarnation == row.incarnation != 0:
-                self._begin_end(row, "restart asked for")
+                self.rows[worker_id] = replace(row, asked=row.asked or "restart asked for")
 
     def fit_count(self, role: Role) -> None:
         wanted = self.state.wanted(role)
@@ -252,6 +279,7 @@ class _Turn:
         life = self._next_life()
         self._to(
             replace(row, life=life, incarnation=0, endpoint="", step=Step.NONE, ready_ms=0, idle=False, told_ms=0,
+                    asked="", proves=False, tried=MappingProxyType({}),
                     drain_ms=0, load=0, late_answers=0, owed=MappingProxyType({}),
                     restarts=row.restarts + (row.life > 0)),
             Phase.STARTING, "", deadline_ms=self.now_ms + self.policy.start_ms,
@@ -259,24 +287,24 @@ class _Turn:
         self.actions.append(Start(row.worker_id, row.role, life))
 
     def _advance_starting(self, row: Row) -> None:
-        if row.leaving and row.step is Step.NONE and (not row.endpoint or self._may_drain(row)):
-            self._begin_end(row, "fewer workers are wanted")
+        if row.step is Step.NONE and _is_to_go(row) and (not row.endpoint or self._may_drain(row)):
+            self._begin_end(row, _why(row))
         elif row.step is Step.NONE and self.now_ms >= row.deadline_ms:
             self._kill(row, f"not ready within {self.policy.start_ms} ms" + (f": {row.reason}" if row.reason else ""))
         elif row.step is Step.STOP and self.now_ms >= row.deadline_ms:
             self._kill(row, row.reason)
 
     def _advance_ready(self, row: Row) -> None:
-        if row.leaving and self._may_drain(row):
-            self._begin_drain(row, "fewer workers are wanted")
+        if _is_to_go(row) and self._may_drain(row):
+            self._begin_drain(row, _why(row))
         elif row.failures and self.now_ms - row.ready_ms >= self.policy.healthy_ms:
             self.rows[row.worker_id] = replace(row, failures=0)
 
     def _advance_degraded(self, row: Row) -> None:
         if row.step is not Step.NONE:
             return
-        if row.leaving and self._may_drain(row):
-            self._begin_drain(row, "fewer workers are wanted")
+        if _is_to_go(row) and self._may_drain(row):
+            self._begin_drain(row, _why(row))
         elif self.now_ms - row.since_ms >= self.policy.kill_ms:
             self._kill(row, row.reason)
 
@@ -291,8 +319,15 @@ class _Turn:
             self._kill(row, row.reason)
 
     def _may_drain(self, row: Row) -> bool:
-        """Decode before prefill: what decode still has to fetch comes from prefill."""
-        return row.role is Role.DECODE or not any(other.leaving and other.alive for other in self._of(Role.DECODE))
+        """Decode before prefill: what decode still has to fetch comes from prefill. And never before somebody who stays
+        has been ready for as long as a door stays open: routers have to have heard of it."""
+        if row.role is Role.PREFILL and any(other.leaving and other.alive for other in self._of(Role.DECODE)):
+            return False
+        staying = [
+            other.ready_ms for other in self._of(row.role)
+            if other.phase is Phase.READY and not _is_to_go(other) and other.worker_id != row.worker_id
+        ]  # fmt: skip
+        return not staying or self.now_ms - min(staying) >= self.policy.open_ms
 
     def _drained(self, row: Row) -> bool:
         """Nothing runs, and nobody can still come: asked after the drain's opening had ended."""

@@ -50,12 +50,16 @@ class Hands(Protocol):
 
 
 class Asker(Protocol):
-    """Talks to workers. Both raise a GenlockError: Unavailable where nobody listens."""
+    """Talks to workers. All raise a GenlockError: Unavailable where nobody listens."""
 
     async def status(self, endpoint: str, timeout_ms: int) -> worker_pb2.WorkerStatus: ...
 
     async def drain(self, endpoint: str, open_ms: int, timeout_ms: int) -> None:
         """The worker takes no new requests from now on, and late ones for `open_ms`. Does not wait for its end."""
+        ...
+
+    async def check(self, endpoint: str, prefill_endpoint: str, prefill_worker: str, timeout_ms: int) -> None:
+        """Has a decode worker exchange a page with a prefill worker; its next status says how that went."""
         ...
 
     async def close(self) -> None: ...

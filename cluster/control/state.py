@@ -76,6 +76,8 @@ class Row:
     deadline_ms: int = 0
     # Not wanted any more: the row goes with its process. Else the same name starts again.
     leaving: bool = False
+    # Why this life is to end, asked for by somebody; empty: nobody asked.
+    asked: str = ""
     restarts: int = 0
     # Lives in a row that ended badly.
     failures: int = 0
@@ -92,6 +94,9 @@ class Row:
     told_ms: int = 0
     # Handoffs that requests of this decode worker still need, by prefill worker.
     owed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # This decode worker pulls only after an exchange of a page; and with which lives it has tried one.
+    proves: bool = False
+    tried: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def alive(self) -> bool:
@@ -159,6 +164,9 @@ class Told:
     draining: bool = False
     step_age_ms: int = 0
     owed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # Whether it pulls only after an exchange of a page, and the incarnations with which it tried one, by worker.
+    proves: bool = False
+    tried: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)

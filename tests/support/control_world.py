@@ -92,6 +92,9 @@ class FakeFleet:
         self.workers[endpoint].draining = True
         self.done.append(("drain", endpoint))
 
+    async def check(self, endpoint: str, prefill_endpoint: str, prefill_worker: str, timeout_ms: int) -> None:
+        raise AssertionError("these workers prove nobody")
+
     async def close(self) -> None:
         return None
 

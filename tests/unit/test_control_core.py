@@ -51,7 +51,7 @@ def row(worker_id: str = "decode-0", phase: Phase = Phase.READY, **more: object)
     role = Role(worker_id.split("-")[0])
     deadline = NOW + 1000 if phase is Phase.STARTING else NOW + 500 if phase is Phase.DRAINING else 0
     step = Step.DRAIN if phase is Phase.DRAINING else Step.NONE
-    more = {"life": 1, "deadline_ms": deadline, "step": step, "incarnation": 7, "ready_ms": NOW, **more}
+    more = {"life": 1, "deadline_ms": deadline, "step": step, "incarnation": 7, "ready_ms": NOW - 1000, **more}
     return Row(worker_id, role, phase, "", NOW, **more)
 
 
@@ -164,6 +164,27 @@ def test_scale_down_takes_who_serves_nobody_then_the_least_loaded_then_the_young
     assert sorted(a.worker_id for a in did(actions)) == ["decode-2", "decode-3"]
     assert all(isinstance(a, Drain) for a in did(actions))
     assert reconcile(new, NOW + 1)[1] == ()
+
+
+def test_a_drain_waits_until_who_stays_is_known_to_be_ready():
+    rows = [row("decode-0"), row("decode-1", ready_ms=NOW - 99)]
+    new, actions = reconcile(state(*rows), NOW, [DrainAsked("decode-0", leaving=False, reason="asked")])
+    assert did(actions) == []
+    new, actions = reconcile(new, NOW + 1)
+    assert did(actions) == [Drain("decode-0", 1, NOW + 501)]
+
+
+def test_a_worker_is_ready_when_it_has_exchanged_a_page_with_those_that_are():
+    starting = row("prefill-1", S)
+    before = state(row("decode-0", proves=True, tried=MappingProxyType({"prefill-0": 7})), row("prefill-0"), starting)
+    new, _ = reconcile(before, NOW, [told("prefill-1")])
+    assert new.rows["prefill-1"].phase is S
+    assert "decode-0" in new.rows["prefill-1"].reason
+    tried = MappingProxyType({"prefill-0": 7, "prefill-1": 7})
+    new, _ = reconcile(new, NOW + 1, [told(asked=NOW + 1, proves=True, tried=tried), told("prefill-1", NOW + 1)])
+    assert new.rows["prefill-1"].phase is R
+    new, _ = reconcile(state(row(phase=S), row("prefill-0")), NOW, [told(proves=True)])
+    assert "prefill-0" in new.rows["decode-0"].reason
 
 
 def test_decode_drains_before_prefill():
