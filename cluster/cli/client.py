@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from cluster.cli.main import Unreachable
 from genlock.v1 import inference_pb2 as pb
@@ -40,6 +41,16 @@ class Client:
         stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
         call = stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=self.timeout_s, metadata=self.metadata)
         return await answer(call)
+
+    async def operate(self, name: str, request: Message) -> Any:
+        """The RPC of OperatorService with that name."""
+        stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
+        return await answer(getattr(stub, name)(request, timeout=self.timeout_s, metadata=self.metadata))
+
+    def watch_events(self, request: operator_pb2.ListEventsRequest) -> AsyncIterator[operator_pb2.FleetEvent]:
+        """Events as they come, until this is left."""
+        stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
+        return responses(stub.WatchEvents(request, metadata=self.metadata))
 
 
 @asynccontextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +13,7 @@ from cluster.cli.options import client_options, endpoint_or_default
 if TYPE_CHECKING:
     from genlock.v1 import operator_pb2
 
+WATCH_S = 1.0
 WORKER_COLUMNS = (
     "worker", "role", "state", "endpoint", "pages", "free", "quarantined", "running", "waiting", "leases", "tokens",
     "detail",
@@ -23,21 +26,52 @@ PAIR_COLUMNS = ("decode", "prefill", "reason", "detail")
     epilog="""\b
 Examples:
   genlock status
+  genlock status --watch
   genlock status --endpoint 10.0.0.7:50051 -o json"""
 )
 @client_options
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
-def command(endpoint: str | None, token: str | None, timeout_s: float, output: str) -> int:
+@click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
+@click.option("--watch", is_flag=True, help="Again every second until Ctrl-C; with -o json one line each.")
+def command(endpoint: str | None, token: str | None, timeout_s: float, output: str, watch: bool) -> int:
     """Shows each worker with its pool, the checks that were made, and how requests ended."""
-    from cluster.cli import render
     from cluster.cli.client import run_async
 
-    status = run_async(_status(endpoint_or_default(endpoint), token, timeout_s))
+    place = endpoint_or_default(endpoint)
+    if watch:
+        run_async(_watch(place, token, timeout_s, output))
+    else:
+        _print(run_async(_status(place, token, timeout_s)), output)
+    return 0
+
+
+def _print(status: operator_pb2.GetStatusResponse, output: str, one_line: bool = False) -> None:
+    from cluster.cli import render
+
     if output == "json":
-        render.print_json(render.as_dict(status))
+        tree = render.as_dict(status)
+        if one_line:
+            click.echo(json.dumps(tree, ensure_ascii=False))
+        else:
+            render.print_json(tree)
+    elif output == "yaml":
+        import yaml
+
+        click.echo(yaml.safe_dump(render.as_dict(status), sort_keys=False).rstrip())
     else:
         show(status)
-    return 0
+
+
+async def _watch(endpoint: str, token: str | None, timeout_s: float, output: str) -> None:
+    from cluster.cli import render
+    from cluster.cli.client import connect
+
+    async with connect(endpoint, token, timeout_s) as client:
+        while True:
+            status = await client.status()
+            if output == "table":
+                render.stdout().clear()
+            _print(status, output, one_line=True)
+            await asyncio.sleep(WATCH_S)
 
 
 async def _status(endpoint: str, token: str | None, timeout_s: float) -> operator_pb2.GetStatusResponse:
@@ -54,6 +88,8 @@ def show(status: operator_pb2.GetStatusResponse) -> None:
     out = render.stdout()
     running, uptime_s = status.running_requests, status.uptime_ms / 1000
     out.print(f"{status.model} · genlock {status.version} · up {uptime_s:.0f} s · {running} running", markup=False)
+    if status.registry:
+        out.print(f"registry: {status.registry}", markup=False)
     out.print(render.table("", WORKER_COLUMNS, [worker_row(entry) for entry in status.workers]))
     failing = unproved_pairs(status)
     if failing:

@@ -1,0 +1,100 @@
+"""`genlock apply` and `genlock diff`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cluster.cli.operate import (
+    call,
+    change_options,
+    fleet_tables,
+    mutation,
+    operator_options,
+    settle,
+    show,
+    wait_options,
+)
+from cluster.cli.options import endpoint_or_default
+from kvstore.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from genlock.v1 import operator_pb2 as pb
+
+file_option = click.option(
+    "-f", "--file", "path", required=True, metavar="FILE", help="YAML with prefill, decode, autoscale; - is stdin."
+)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  genlock apply -f fleet.yaml
+  genlock apply -f fleet.yaml --wait
+  echo "decode: 3" | genlock apply -f -
+
+\b
+A file names what is wanted; what it leaves out stays:
+  prefill: 2
+  decode: 4
+  autoscale: {slo: {ttft_ms: 1500}, decode: {low: 2, high: 8}}     # null: off"""
+)
+@file_option
+@operator_options
+@change_options
+@wait_options
+def apply(
+    path: str, endpoint: str | None, token: str | None, timeout_s: float, output: str, wait: bool, wait_s: float,
+    **change: Any,
+) -> int:  # fmt: skip
+    """Makes the fleet what a file says."""
+    from cluster.cli.client import connect, run_async
+    from genlock.v1 import operator_pb2 as pb
+
+    request = pb.ApplyRequest(text=_read(path), mutation=mutation(**change))
+
+    async def work() -> pb.ApplyResponse:
+        async with connect(endpoint_or_default(endpoint), token, timeout_s) as client:
+            answer: pb.ApplyResponse = await client.operate("Apply", request)
+            if wait and not request.mutation.dry_run:
+                answer.fleet.CopyFrom(await settle(client, wait_s, what="Applying"))
+            return answer
+
+    answer = run_async(work())
+    click.echo(f"{len(answer.changes)} changes" if answer.changes else "Nothing to change", err=True)
+    show(answer, output, lambda told, wide: [_changes(told), *fleet_tables(told.fleet, wide)])
+    return 0
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  genlock diff -f fleet.yaml
+
+\b
+Exit codes: 0 nothing differs, 1 something does."""
+)
+@file_option
+@operator_options
+def diff(path: str, endpoint: str | None, token: str | None, timeout_s: float, output: str) -> int:
+    """Shows what `apply` would change, and changes nothing."""
+    from genlock.v1 import operator_pb2 as pb
+
+    request = pb.ApplyRequest(text=_read(path), mutation=pb.Mutation(dry_run=True))
+    answer = call(endpoint, token, timeout_s, "Apply", request)
+    show(answer, output, lambda told, _wide: [_changes(told)])
+    return 1 if answer.changes else 0
+
+
+def _changes(answer: pb.ApplyResponse) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    return ("Changes", ("field", "now", "then"), [(one.field, one.before, one.after) for one in answer.changes])
+
+
+def _read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput("bad_cluster_file", f"{path} cannot be read: {error}", field="file") from error

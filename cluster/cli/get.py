@@ -1,0 +1,106 @@
+"""`genlock get`: one table for each kind of thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from cluster.cli.operate import age, call, fleet_tables, operator_options, show
+
+if TYPE_CHECKING:
+    from genlock.v1 import operator_pb2 as pb
+
+KINDS = ("workers", "pools", "requests", "leases", "nodes")
+Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  genlock get workers
+  genlock get workers -o wide
+  genlock get pools -o json
+  genlock get requests --limit 20
+  genlock get nodes"""
+)
+@click.argument("kind", type=click.Choice(KINDS))
+@operator_options
+@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Most requests shown.")
+def command(kind: str, endpoint: str | None, token: str | None, timeout_s: float, output: str, limit: int) -> int:
+    """Lists what there is. `requests` are those of the gateway that answers; prompts and answers are never shown."""
+    from genlock.v1 import operator_pb2 as pb
+
+    if kind == "requests":
+        answer = call(endpoint, token, timeout_s, "ListRequests", pb.ListRequestsRequest(limit=limit))
+        show(answer, output, request_tables)
+    elif kind == "nodes":
+        show(call(endpoint, token, timeout_s, "ListNodes", pb.ListNodesRequest()), output, node_tables)
+    else:
+        tables = {"workers": fleet_tables, "pools": pool_tables, "leases": lease_tables}[kind]
+        show(call(endpoint, token, timeout_s, "GetFleet", pb.GetFleetRequest()), output, tables)
+    return 0
+
+
+def request_tables(answer: pb.ListRequestsResponse, wide: bool) -> list[Table]:
+    columns = ["id", "label", "tenant", "phase", "age", "prompt", "generated", "decode", "prefill"]
+    if wide:
+        columns.append("deadline in")
+    rows = [
+        [
+            one.server_id, one.request_id, one.tenant, one.phase, age(one.age_ms), one.prompt_tokens,
+            one.completion_tokens, one.decode_worker, one.prefill_worker,
+            *([age(one.deadline_left_ms)] if wide else []),
+        ]
+        for one in answer.requests
+    ]  # fmt: skip
+    title = "" if len(rows) == answer.total else f"{len(rows)} of {answer.total} running requests, the oldest"
+    return [(title, columns, rows)]
+
+
+def node_tables(answer: pb.ListNodesResponse, _wide: bool) -> list[Table]:
+    columns = ("node", "alive", "cpus", "free", "gpus", "free", "workers")
+    rows = [
+        (node.node, node.alive, node.cpus, node.cpus_free, node.gpus, node.gpus_free, ", ".join(node.workers))
+        for node in answer.nodes
+    ]
+    return [("", columns, rows)]
+
+
+def pool_tables(fleet: pb.FleetView, _wide: bool) -> list[Table]:
+    """Pages by state, and memory beside what it serves."""
+    from cluster.cli import render
+
+    columns = (
+        "worker", "role", "pages", "free", "open", "sealed", "cached", "quarantined", "used", "of", "running",
+    )  # fmt: skip
+    rows = []
+    for worker in fleet.workers:
+        if worker.HasField("status"):
+            pool = worker.status.pool
+            used = (pool.pages - pool.free) * pool.page_bytes
+            rows.append((
+                worker.worker_id, worker.role, pool.pages, pool.free, pool.open, pool.sealed, pool.cached,
+                pool.quarantined, render.size(used), render.size(pool.pages * pool.page_bytes),
+                worker.status.running_requests,
+            ))  # fmt: skip
+    return [("", columns, rows)]
+
+
+def lease_tables(fleet: pb.FleetView, _wide: bool) -> list[Table]:
+    """Pages that prefill keeps for decode, and handoffs that decode still waits for."""
+    kept = [
+        (worker.worker_id, worker.status.leases)
+        for worker in fleet.workers
+        if worker.role == "prefill" and worker.HasField("status")
+    ]
+    owed = [
+        (worker.worker_id, prefill, count)
+        for worker in fleet.workers
+        for prefill, count in sorted(worker.status.owed_handoffs.items())
+    ]
+    return [
+        ("Handoffs whose pages are kept", ("prefill", "leases"), kept),
+        ("Handoffs that are awaited", ("decode", "from", "handoffs"), owed),
+    ]

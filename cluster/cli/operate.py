@@ -1,0 +1,183 @@
+"""What the operators' commands share: options, the call, how answers are shown, waiting for a fleet to settle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cluster.cli.options import client_options, endpoint_or_default
+from kvstore.errors import DeadlineExceeded, NotFound
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from cluster.cli.client import Client
+    from genlock.v1 import operator_pb2 as pb
+
+F = TypeVar("F", bound=Callable[..., Any])
+FORMATS = ("table", "wide", "json", "yaml")
+POLL_S = 0.3
+# title, columns, rows; `True`: the wide form.
+Tables = Callable[[Any, bool], Sequence[tuple[str, Sequence[str], Sequence[Sequence[object]]]]]
+
+
+def operator_options(command: F) -> F:
+    """-o beside the client's own options."""
+    command = click.option(
+        "-o", "--output", type=click.Choice(FORMATS), default="table", show_default=True, help="Form of the answer."
+    )(command)
+    return client_options(command)
+
+
+def change_options(command: F) -> F:
+    """What every change carries."""
+    for option in (
+        click.option("--dry-run", is_flag=True, help="Check and show, change nothing."),
+        click.option("--idempotency-key", default="", metavar="KEY", help="The same key twice is carried out once."),
+        click.option(
+            "--expected-revision", type=click.IntRange(0), default=0, metavar="N",
+            help="Only if the fleet still has this revision; 0: any.",
+        ),
+        click.option("--reason", default="", help="Kept in the event log beside your name."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def wait_options(command: F) -> F:
+    """--wait and its limit."""
+    command = click.option(
+        "--wait-timeout", "wait_s", type=click.FloatRange(0.1, 86_400), default=600.0, show_default=True,
+        help="Longest wait, seconds; then exit code 5.",
+    )(command)  # fmt: skip
+    return click.option("--wait", is_flag=True, help="Return when it is done.")(command)
+
+
+def mutation(reason: str, expected_revision: int, idempotency_key: str, dry_run: bool) -> pb.Mutation:
+    from genlock.v1 import operator_pb2 as pb
+
+    return pb.Mutation(
+        reason=reason, expected_revision=expected_revision, idempotency_key=idempotency_key, dry_run=dry_run
+    )
+
+
+def call(endpoint: str | None, token: str | None, timeout_s: float, name: str, request: Message) -> Any:
+    """One RPC of OperatorService. Raises GenlockError, Unreachable."""
+    from cluster.cli.client import connect, run_async
+
+    async def work() -> Any:
+        async with connect(endpoint_or_default(endpoint), token, timeout_s) as client:
+            return await client.operate(name, request)
+
+    return run_async(work())
+
+
+def show(answer: Message, output: str, tables: Tables) -> None:
+    """On stdout, in the form that was asked for."""
+    from cluster.cli import render
+
+    if output == "json":
+        render.print_json(render.as_dict(answer))
+        return
+    if output == "yaml":
+        import yaml
+
+        click.echo(yaml.safe_dump(render.as_dict(answer), sort_keys=False, allow_unicode=True).rstrip())
+        return
+    out = render.stdout()
+    for number, (title, columns, rows) in enumerate(tables(answer, output == "wide")):
+        if number:
+            out.print()
+        out.print(render.table(title, columns, rows))
+
+
+def fleet_tables(fleet: pb.FleetView, wide: bool) -> list[tuple[str, Sequence[str], Sequence[Sequence[object]]]]:
+    """The fleet as one table."""
+    columns = ["worker", "role", "phase", "cordoned", "age", "restarts", "running", "waiting", "free", "node", "reason"]
+    if wide:
+        columns[9:9] = ["pages", "quarantined", "leases", "tokens", "endpoint", "incarnation", "engine"]
+    rows = [_worker_row(worker, wide) for worker in fleet.workers]
+    state = "settled" if fleet.settled else f"not settled: {fleet.reason}" if fleet.reason else "not settled"
+    title = (
+        f"{fleet.desired_prefill} prefill + {fleet.desired_decode} decode wanted (revision {fleet.revision}), {state}"
+    )
+    return [(title, columns, rows)]
+
+
+def _worker_row(worker: pb.FleetWorker, wide: bool) -> list[object]:
+    facts, known = worker.status, worker.HasField("status")
+    reason = worker.reason
+    if worker.drain_left_ms:
+        reason = f"{reason}; {worker.drain_left_ms / 1000:.0f} s left".lstrip("; ")
+    row: list[object] = [
+        worker.worker_id, worker.role, worker.phase, worker.cordoned, age(worker.phase_age_ms), worker.restarts,
+        facts.running_requests if known else "-", facts.waiting_requests if known else "-",
+        facts.pool.free if known else "-",
+    ]  # fmt: skip
+    if wide:
+        row += [
+            facts.pool.pages if known else "-", facts.pool.quarantined if known else "-",
+            facts.leases if known else "-", facts.tokens if known else "-", worker.endpoint,
+            f"{worker.incarnation:x}", facts.transfer_engine if known else "-",
+        ]  # fmt: skip
+    return [*row, worker.node, reason]
+
+
+def age(milliseconds: int) -> str:
+    """For people: 850 ms, 12 s, 3 min, 4 h, 2 d."""
+    value, unit = milliseconds / 1000, "s"
+    if value < 1:
+        return f"{milliseconds} ms"
+    for limit, divisor, name in ((120, 60, "min"), (120, 60, "h"), (48, 24, "d")):
+        if value < limit:
+            break
+        value, unit = value / divisor, name
+    return f"{value:.0f} {unit}"
+
+
+async def targets(client: Client, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Which names are workers and which are nodes. Raises NotFound naming what there is."""
+    from genlock.v1 import operator_pb2 as pb
+
+    fleet = await client.operate("GetFleet", pb.GetFleetRequest())
+    workers = {worker.worker_id for worker in fleet.workers}
+    nodes: set[str] = set()
+    if not set(names) <= workers:
+        nodes = {node.node for node in (await client.operate("ListNodes", pb.ListNodesRequest())).nodes}
+    for name in names:
+        if name not in workers | nodes:
+            raise NotFound(
+                "unknown_worker",
+                f"no worker or node {name[:64]!r}; workers: {', '.join(sorted(workers)) or 'none'}"
+                + (f"; nodes: {', '.join(sorted(nodes))}" if nodes else ""),
+            )
+    return [name for name in names if name in workers], [name for name in names if name not in workers]
+
+
+async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), what: str = "The fleet") -> pb.FleetView:
+    """Waits until the fleet is as wanted and `gone` are not there any more, with progress on stderr. Raises
+    DeadlineExceeded (`wait_timeout`)."""
+    from cluster.cli import render
+    from genlock.v1 import operator_pb2 as pb
+
+    console = render.stderr()
+    deadline = asyncio.get_running_loop().time() + wait_s
+    with console.status(f"{what}…") as spinner:
+        while True:
+            fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
+            left = [worker.worker_id for worker in fleet.workers if worker.worker_id in gone]
+            if fleet.settled and not left:
+                return fleet
+            busy = ", ".join(
+                f"{worker.worker_id} {worker.phase.lower()}" for worker in fleet.workers if worker.phase != "READY"
+            )
+            spinner.update(f"{what}: {busy or fleet.reason or 'settling'}")
+            if asyncio.get_running_loop().time() >= deadline:
+                raise DeadlineExceeded(
+                    "wait_timeout",
+                    f"not done after {wait_s:g} s: {fleet.reason or busy}; it goes on, look with `genlock get workers`",
+                )
+            await asyncio.sleep(POLL_S)
