@@ -95,7 +95,7 @@ class BuiltWorker:
         self._status: WorkerStatusService | None = None
         self._stopped = False
         self._started = False
-        self.telemetry = WorkerTelemetry(spec, self.reading, tuning.tracer)
+        self.telemetry = WorkerTelemetry(self.spec, self.reading, tuning.tracer)
         # There with a registry that other processes see, once started.
         self.heartbeat: Heartbeat | None = None
 

@@ -194,6 +194,19 @@ def test_tls_comes_from_a_secret() -> None:
     assert check(documents) == ()
 
 
+def test_monitors_find_what_they_scrape() -> None:
+    """The port names that monitors ask for are declared, and alerts know the job."""
+    documents = with_values("serviceMonitor.enabled=true", name="blue")
+    service = one(documents, "Service", "blue-genlock-gateway")
+    monitor, pods = one(documents, "ServiceMonitor")["spec"], one(documents, "PodMonitor")["spec"]
+    names = {port["name"] for port in service["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["endpoints"]} <= names
+    worker = {port["name"] for port in container(group(documents, "decode")["template"])["ports"]}
+    assert {endpoint["port"] for endpoint in pods["podMetricsEndpoints"]} == {"metrics", "ray-metrics"} <= worker
+    labels = group(documents, "decode")["template"]["metadata"]["labels"]
+    assert labels[pods["jobLabel"]] == service["metadata"]["labels"][monitor["jobLabel"]] == "genlock"
+
+
 def test_the_drain_waits_no_longer_than_the_grace() -> None:
     documents = with_values("settings.workers.drain_timeout_ms=300000")
     spec = group(documents, "decode")["template"]["spec"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.launch import ports
+from cluster.config import load
+from cluster.launch import build, ports
 from cluster.launch.ports import PORTS_TO_TRY, first_free, own_address
+from cluster.launch.spec import WorkerSpec
+from cluster.roles import Role
 from kvstore.errors import InvalidInput, Unavailable
 
 
@@ -83,3 +86,16 @@ def test_auto_is_the_address_of_the_default_route(monkeypatch: pytest.MonkeyPatc
     assert caught.value.field == "workers.host"
     monkeypatch.setattr(Probe, "route", "10.0.0.7")
     assert own_address("auto") == "10.0.0.7"
+
+
+def test_a_worker_tells_the_address_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to Prometheus: metrics that listen everywhere are told at the worker's own address."""
+    monkeypatch.setattr(build, "own_address", lambda setting: {"auto": "10.0.0.7"}[setting])
+    config = load(flags={"workers.host": "auto", "metrics.host": "0.0.0.0", "metrics.worker_port": "0"}).config
+    worker = build.build_worker(WorkerSpec(Role.DECODE, "decode-0", config, host=config.workers.host))
+    assert worker.spec.host == "10.0.0.7"
+    try:
+        worker.telemetry.start()
+        assert worker.telemetry.endpoint.startswith("10.0.0.7:")
+    finally:
+        worker.telemetry.stop()
