@@ -14,6 +14,7 @@ OK, FAILED, USAGE, UNREACHABLE, CONFLICT, TIMED_OUT, REFUSED, INTERRUPTED = 0, 1
 
 COMMANDS = {
     "up": LazyCommand("cluster.cli.up:command", "Start a cluster here and serve until Ctrl-C."),
+    "controller": LazyCommand("cluster.cli.controller:command", "The controller of a Ray cluster, kept and watched."),
     "gateway": LazyCommand("cluster.cli.gateway:command", "A gateway alone, for the workers of a shared registry."),
     "demo": LazyCommand("cluster.cli.demo:command", "Private cluster, one answer, and what was verified for it."),
     "generate": LazyCommand("cluster.cli.generate:command", "Answer one prompt."),

@@ -91,7 +91,9 @@ def make_cluster(config: Config, report: Callable[[str], None], *, in_process: b
         from cluster.openai.server import HttpDoor
 
         make_door = HttpDoor
-    launcher: Launcher = InProcessLauncher(build_worker) if in_process else RayLauncher(build_worker)
+    launcher: Launcher = (
+        InProcessLauncher(build_worker) if in_process else RayLauncher(build_worker, control=config.control)
+    )
     seams = Seams(authenticator=authenticator_of(config))
     return Cluster(config, launcher, load_served, seams=seams, report=report, make_door=make_door)
 

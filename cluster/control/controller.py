@@ -119,17 +119,21 @@ class Controller:
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    async def start(self, found: Iterable[Found] = ()) -> None:
+    async def start(self, found: Iterable[Found] = (), endpoint: str = "") -> None:
         """Reads or seeds what is wanted, rediscovers workers (`found`: those that the caller has started), then runs.
         Raises Unavailable where the registry does not answer."""
         await self.registry.open()
         wanted = await self.registry.desired()
         if wanted.revision == 0:
             wanted = replace(wanted, prefill=self._seed[0], decode=self._seed[1])
-        wanted = replace(wanted, controller_starts=wanted.controller_starts + 1)
+        wanted = replace(wanted, controller_starts=wanted.controller_starts + 1, controller_endpoint=endpoint)
         stored = await self.registry.replace_desired(wanted, wanted.revision)
         self.state = replace(self.state, desired=stored)
         known = {item.worker_id: item for item in await self.hands.adopt(self._lost)}
+        for record in await self.registry.workers():
+            item = known.get(record.worker_id)
+            if item is not None and not item.endpoint:  # it did not say in time where it is
+                known[record.worker_id] = replace(item, endpoint=record.endpoint, draining=record.draining)
         known.update({item.worker_id: item for item in found})
         self._heard.extend(known.values())
         names = ", ".join(sorted(known)) or "none"

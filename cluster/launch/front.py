@@ -10,9 +10,11 @@ from cluster.gateway.server import Gateway
 from cluster.gateway.state import GatewayState
 from cluster.gateway.watch import RegistryWatch
 from cluster.launch.up import Door, Seams, no_report
+from cluster.operators.service import RemoteBackend, no_controller
 from cluster.registry.base import Registry
 from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
+from genlock.v1 import operator_pb2_grpc
 from kvstore.errors import InvalidInput
 
 
@@ -95,6 +97,14 @@ class Front:
         watch = self._watch = RegistryWatch(gateway.state, self._registry)
         await watch.look()
         watch.start()
+        gateway.state.backend = RemoteBackend(self._find_controller)
         found = len(gateway.state.fleet.workers)
         self._report(f"registry {self.config.registry.url}: {gateway.state.registry_health()}; {found} workers")
         return endpoint
+
+    async def _find_controller(self) -> operator_pb2_grpc.OperatorServiceAsyncStub:
+        """The controller as the registry names it now. Raises Unavailable."""
+        endpoint = (await self._registry.desired()).controller_endpoint
+        if not endpoint:
+            raise no_controller("the registry names no controller")
+        return operator_pb2_grpc.OperatorServiceStub(self.gateway.state.channel(endpoint))

@@ -165,6 +165,7 @@ _DESIRED: Mapping[str, Reader] = MappingProxyType(
         **dict.fromkeys(("prefill", "decode", "controller_starts"), _count),
         "cordoned": _names,
         "autoscale": _text,
+        "controller_endpoint": _text,
         "autoscale_paused": _flag,
         "restarts": _counts,
     }

@@ -51,6 +51,8 @@ class Desired:
     autoscale_paused: bool = False
     # Starts of the controller that led to this state, counted through restarts.
     controller_starts: int = 0
+    # Where the controller of a shared registry can be called; empty: it is in the gateway's process, or never was.
+    controller_endpoint: str = ""
     # Restarts that were asked for, by worker id: a drain that ends in a new worker.
     restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 

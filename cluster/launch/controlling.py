@@ -1,0 +1,125 @@
+"""A controller on its own: the fleet of a Ray cluster that is there already, kept as a shared registry wants it."""
+
+from __future__ import annotations
+
+import time
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cluster.control.actor import Service
+from cluster.control.controller import Controller
+from cluster.control.operations import Operations
+from cluster.control.scaling import PolicyScaler
+from cluster.gateway.identity import Authenticator, SingleTenant, authenticator_from
+from cluster.launch.hands import LauncherHands, make_controller
+from cluster.launch.launcher import Launcher, ignore_loss
+from cluster.launch.spec import WorkerBuilder
+from cluster.operators.fleet import FleetOperations
+from cluster.operators.service import FleetService, LocalBackend, Metadata
+from cluster.registry.make import is_shared, registry_from
+from cluster.settings import Config
+from genlock.v1 import operator_pb2_grpc
+from kvstore.errors import InvalidInput, PermissionDenied, Unavailable
+from wire.interceptor import TypedErrors
+from wire.options import server_options
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def check_alone(config: Config) -> None:
+    """What a controller needs that outlives its process. Raises InvalidInput naming the setting."""
+    if not is_shared(config):
+        raise InvalidInput(
+            "no_shared_registry",
+            "a controller on its own keeps its target where its next life finds it: set registry.url to a Redis "
+            "server, as redis://127.0.0.1:6379/0; `genlock up` needs none",
+            field="registry.url",
+        )
+    if not config.cluster.secret:
+        raise InvalidInput(
+            "no_secret",
+            "workers of several lives of a controller must share one secret: set cluster.secret to 32 to 128 "
+            "hexadecimal digits",
+            field="cluster.secret",
+        )
+    if config.control.ray_address == "local":
+        raise InvalidInput(
+            "no_ray_cluster",
+            "a controller on its own needs a Ray cluster that is there already: set control.ray_address to its "
+            "head's host:port, or to auto",
+            field="control.ray_address",
+        )
+
+
+class ControllerService:
+    """Controller, its hands on Ray, and the operators' RPCs at one endpoint that the registry names."""
+
+    def __init__(self, config: Config, launcher: Launcher, tenants: str = "") -> None:
+        """`tenants`: text of the tenants file; empty: whoever reaches the port is an operator."""
+        check_alone(config)
+        self._config = config
+        self._launcher = launcher
+        self._authenticator: Authenticator = (
+            authenticator_from(tenants, config.api.tenants_file) if tenants else SingleTenant()
+        )
+        self._server: grpc.aio.Server | None = None
+        self._controller: Controller | None = None
+        self._operations: Operations | None = None
+
+    async def start(self) -> str:
+        config = self._config
+        registry = registry_from(config, lambda: time.monotonic() * 1000)
+        controller = make_controller(config, registry, LauncherHands(config, self._launcher, ignore_loss))
+        operations = Operations(controller, PolicyScaler(_unix_ms), config.control.autoscale_ms)
+        server = grpc.aio.server(interceptors=(TypedErrors(),), options=server_options())
+        backend = LocalBackend(FleetOperations(operations, _unix_ms))
+        service = FleetService(lambda: backend, self._operator)  # type: ignore[abstract]  # the rest is the gateways'
+        operator_pb2_grpc.add_OperatorServiceServicer_to_server(service, server)
+        checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        host = config.control.host
+        try:
+            port = server.add_insecure_port(f"{host}:{config.control.port}")
+        except RuntimeError as error:
+            raise Unavailable(
+                "port_taken", f"cannot listen on {host}:{config.control.port}: choose another", field="control.port"
+            ) from error
+        await self._launcher.open([])
+        operations.endpoint = f"{host}:{port}"
+        await controller.start(endpoint=operations.endpoint)
+        self._controller, self._operations, self._server = controller, operations, server
+        operations.start()
+        await server.start()
+        for name in ("", "readiness", "liveness"):
+            await checks.set(name, SERVING)
+        return operations.endpoint
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0.5)
+        if self._operations is not None:
+            await self._operations.stop()
+        if self._controller is not None:
+            await self._controller.stop()
+            await self._controller.registry.close()
+
+    def _operator(self, metadata: Metadata) -> str:
+        """Raises Unauthenticated, PermissionDenied."""
+        caller = self._authenticator.caller(metadata)
+        if not caller.operator:
+            raise PermissionDenied("not_an_operator", "this credential may not see or change the whole cluster")
+        return caller.tenant
+
+
+def make_ray_service(config: Config, builder: WorkerBuilder, tenants: str) -> Service:
+    """Called in the actor's process, which is connected to Ray."""
+    from cluster.launch.logs import start_logging
+    from cluster.launch.ray_launcher import RayLauncher
+
+    start_logging(config.log, "controller")
+    return ControllerService(config, RayLauncher(builder, control=config.control), tenants)
+
+
+def _unix_ms() -> int:
+    return int(time.time() * 1000)
