@@ -32,7 +32,15 @@ class SeedRange(click.ParamType[range]):
         return range(int(first), int(last))
 
 
-@click.command("sim")
+@click.command(
+    "sim",
+    epilog="""\b
+Examples:
+  genlock sim --seeds 0:1000
+  genlock sim --replay 4711
+  genlock sim --seeds 0:2000 --without header --json
+  genlock sim --list-checks""",
+)
 @click.option("--list-checks", is_flag=True, help="List the checks that --without can switch off, and the laws.")
 @click.option("--seeds", type=SeedRange(), default="0:1000", show_default=True, help="Seeds to play.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=2, show_default=True, help="Processes.")
