@@ -43,12 +43,12 @@ def _not_blank(value: str) -> str:
 
 
 def _resources(value: str) -> str:
-    one = r"[A-Za-z][\w./-]{0,62}=\d{1,6}(\.\d{1,4})?"
+    one = r"([A-Za-z]|\{role\})([\w./-]|\{role\}){0,62}=\d{1,6}(\.\d{1,4})?"
     return "" if not value or re.fullmatch(f"{one}(,{one})*", value) else "must read name=amount,name=amount"
 
 
 def _labels(value: str) -> str:
-    one = r"[\w./-]{1,128}=[\w.-]{1,63}"
+    one = r"[\w./-]{1,128}=([\w.-]|\{role\}){1,63}"
     return "" if not value or re.fullmatch(f"{one}(,{one})*", value) else "must read key=value,key=value"
 
 
@@ -101,10 +101,14 @@ class WorkersConfig:
     cpus: float = _setting(0.5, "CPUs that Ray reserves for one worker.", low=0.01, high=256.0)
     gpus: float = _setting(0.0, "GPUs that Ray reserves for one worker.", low=0.0, high=64.0)
     resources: str = _setting(
-        "", "Further Ray resources of one worker, name=amount,name=amount; empty: none.", check=_resources
+        "",
+        "Further Ray resources of one worker, name=amount,name=amount; {role}: its role. Empty: none.",
+        check=_resources,
     )
     labels: str = _setting(
-        "", "Labels that a worker's Ray node must have, key=value,key=value; empty: any node.", check=_labels
+        "",
+        "Labels that a worker's Ray node must have, key=value,key=value; {role}: its role. Empty: any node.",
+        check=_labels,
     )
     threads: int = _setting(1, "Compute threads of one worker.", low=1, high=256)
     chunk_tokens: int = _setting(256, "Most prompt tokens of one prefill step.", low=1, high=65_536)

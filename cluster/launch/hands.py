@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.control.api import NodeRow
 from cluster.control.asker import GrpcAsker
@@ -19,7 +20,9 @@ from cluster.settings import Config
 
 
 def spec_of(config: Config, role: Role, worker_id: str) -> WorkerSpec:
-    """`config` carries the cluster secret."""
+    """`config` carries the cluster secret. `{role}` in the workers' resources and labels becomes this worker's role."""
+    own = {name: getattr(config.workers, name).replace("{role}", role.value) for name in ("resources", "labels")}
+    config = replace(config, workers=replace(config.workers, **own))
     return WorkerSpec(role, worker_id, config, host=config.workers.host)
 
 
@@ -52,8 +55,12 @@ class LauncherHands:
             spec_of(self._config, role, f"{role.value}-{index}") for role, count in counts.items()
             for index in range(count)
         ]  # fmt: skip
-        if specs:
-            await self._launcher.check_room(specs)
+        # Workers that may go to the same nodes are counted together.
+        kinds: dict[tuple[str, str], list[WorkerSpec]] = {}
+        for spec in specs:
+            kinds.setdefault((spec.config.workers.resources, spec.config.workers.labels), []).append(spec)
+        for kind in kinds.values():
+            await self._launcher.check_room(kind)
 
     async def nodes(self) -> Sequence[NodeRow]:
         return [
