@@ -1,11 +1,14 @@
 """The command: its JSON, its exit codes, two processes."""
 
 import json
+from pathlib import Path
 
 from click.testing import CliRunner
 
 from kvstore.checks import check_names
 from sim.cli import sim_command
+from sim.faults import site_names
+from sim.laws import LAWS
 from sim.runner import play, swarm
 
 
@@ -31,7 +34,7 @@ def test_seeds_as_json():
 
 
 def test_without_a_check_as_json():
-    code, out = invoke("--seeds", "0:5", "--jobs", "1", "--without", "exit", "--json")
+    code, out = invoke("--seeds", "1:5", "--jobs", "1", "--without", "exit", "--json")
     told = json.loads(out)
     assert code == 0
     assert told["seeds_to_first_violation"] == 1
@@ -59,3 +62,9 @@ def test_bad_seeds_are_refused():
 def test_two_processes_count_like_one():
     alone, both = play(range(8), (), ("wrong_token",)), swarm(range(8), jobs=2, laws=("wrong_token",))
     assert (alone.operations, alone.events, alone.outcomes) == (both.operations, both.events, both.outcomes)
+
+
+def test_the_document_names_every_law_fault_and_check():
+    text = (Path(__file__).parents[2] / "docs/simulator.md").read_text()
+    names = [*LAWS, *site_names(), *check_names()]
+    assert not [name for name in names if f"`{name}`" not in text]
