@@ -19,6 +19,7 @@ from cluster.roles import Role
 from cluster.settings import Config
 from genlock.v1 import inference_pb2, inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
+from wire.health import LIVENESS, READINESS
 from wire.interceptor import TypedErrors
 from wire.metrics_http import OFF, MetricsServer
 from wire.options import server_options
@@ -83,6 +84,8 @@ class Gateway:
             self.metrics_endpoint = f"{metrics.host}:{self._metrics.start(metrics.host, metrics.port)}"
         self.state.on_fleet_change = self._tell_health
         self._tell_health()
+        # While this loop answers, this process is alive; whether requests can be served is another question.
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await server.start()
         self._server = server
         self._poller.start()
@@ -166,7 +169,7 @@ class Gateway:
         task.add_done_callback(self._health_tasks.discard)
 
     async def _set_health(self) -> None:
-        for service in ("", *SERVICES):
+        for service in ("", READINESS, *SERVICES):
             # Read anew each time: of two changes in a row the later one must win for every service.
             serving = health_pb2.HealthCheckResponse.SERVING if self._serving else _NOT_SERVING
             await self._health.set(service, serving)

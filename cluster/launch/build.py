@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import torch
+from grpc_health.v1 import health_pb2_grpc
 
 from cluster.launch.ports import first_free, own_address
 from cluster.launch.spec import WorkerSpec
@@ -45,6 +46,7 @@ from model.sampler import SampledToken
 from prefill.core import PrefillCore, PrefillLimits
 from prefill.engine import PrefillEngine, PrefillHooks
 from prefill.service import PrefillService
+from wire.health import HealthLimits, WorkerHealth
 from wire.metrics import WorkerReading
 from wire.options import server_options
 from wire.tracing import Tracer
@@ -124,6 +126,9 @@ class BuiltWorker:
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
         self._status = WorkerStatusService(self.facts, self._drain, self._idle)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._status, server)
+        config = self.spec.config
+        limits = HealthLimits(config.workers.stall_ms, config.workers.stall_ms + config.control.kill_ms)
+        health_pb2_grpc.add_HealthServicer_to_server(WorkerHealth(self.facts, limits), server)
         port = first_free(server.add_insecure_port, self.spec.host, self.spec.port or self.spec.config.workers.port)
         self._server = server
         if isinstance(self.engine, DecodeEngine):
