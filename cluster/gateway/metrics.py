@@ -182,9 +182,13 @@ class _GatewayCollector(Collector):
 
 
 def targets_of(fleet: Fleet) -> tuple[Target, ...]:
-    """The workers' own endpoints, of those that have told one."""
+    """The workers' own endpoints, of those that have told one. Their labels are for relabelling: they must not clash
+    with those of the samples."""
     return tuple(
-        Target(record.status.metrics_endpoint, {"role": record.role.value, "worker": record.worker_id})
+        Target(
+            record.status.metrics_endpoint,
+            {"__meta_genlock_role": record.role.value, "__meta_genlock_worker": record.worker_id},
+        )
         for record in fleet.workers.values()
         if record.status is not None and record.status.metrics_endpoint
     )

@@ -156,7 +156,7 @@ async def test_workers_are_found_from_the_gateway(subject):
             lambda: all(r.status.metrics_endpoint for r in lab.gateway.state.fleet.workers.values()), "statuses are in"
         )
         groups = json.loads(await asyncio.to_thread(get, lab.gateway.metrics_endpoint, "/targets"))
-        assert sorted((g["labels"]["role"], *g["targets"]) for g in groups) == [
+        assert sorted((g["labels"]["__meta_genlock_role"], *g["targets"]) for g in groups) == [
             ("decode", lab.decode.telemetry.endpoint), ("prefill", lab.prefill.telemetry.endpoint),
         ]  # fmt: skip
         status = await lab.gateway.state.worker_stub(lab.decode.endpoint).Status(worker_pb2.WorkerStatusRequest())
