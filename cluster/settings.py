@@ -144,6 +144,21 @@ class ApiConfig:
 
 
 @dataclass(frozen=True)
+class TlsConfig:
+    cert_file: str = _setting(
+        "", "Certificate (PEM) of this process; with it everything speaks TLS. Between workers, gateways and controller "
+        "both sides show one; it must carry the name genlock.internal.",
+    )  # fmt: skip
+    key_file: str = _setting("", "Key (PEM) of tls.cert_file.")
+    ca_file: str = _setting("", "Certificates that sign those of the other parts of the cluster.")
+    api_cert_file: str = _setting("", "Certificate of the front doors, where it is another one than tls.cert_file.")
+    api_key_file: str = _setting("", "Key of tls.api_cert_file.")
+    client_ca_file: str = _setting(
+        "", "Callers of the gRPC front door must show a certificate that this signs; empty: they need none."
+    )
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     host: str = _setting("127.0.0.1", "Address of Prometheus endpoints.", check=_not_blank)
     port: int = _setting(
@@ -248,7 +263,9 @@ class ControlConfig:
     )
     stop_timeout_ms: int = _setting(15_000, "Longest wait for an asked end of a worker.", low=100, high=600_000)
     autoscale_ms: int = _setting(5_000, "Time between two decisions of the autoscaler.", low=100, high=3_600_000)
-    host: str = _setting("127.0.0.1", "Address that the controller listens on.", check=_not_blank)
+    host: str = _setting(
+        "127.0.0.1", "Address that the controller listens on; auto: that of the host where it runs.", check=_not_blank
+    )
     port: int = _setting(0, "Port of the controller; 0: any free one.", low=0, high=65_535)
     ray_address: str = _setting(
         "local",
@@ -269,6 +286,7 @@ class Config:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     log: LogConfig = field(default_factory=LogConfig)

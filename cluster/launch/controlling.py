@@ -14,6 +14,7 @@ from cluster.control.scaling import PolicyScaler
 from cluster.gateway.identity import Authenticator, SingleTenant, authenticator_from
 from cluster.launch.hands import LauncherHands, make_controller
 from cluster.launch.launcher import Launcher, ignore_loss
+from cluster.launch.ports import own_address
 from cluster.launch.spec import WorkerBuilder
 from cluster.operators.fleet import FleetOperations
 from cluster.operators.service import FleetService, LocalBackend, Metadata
@@ -78,7 +79,7 @@ class ControllerService:
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(service, server)
         checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-        host = config.control.host
+        host = own_address(config.control.host, "control.host")
         try:
             port = server.add_insecure_port(f"{host}:{config.control.port}")
         except RuntimeError as error:

@@ -32,8 +32,9 @@ def first_free(add: Callable[[str], int], host: str, first: int) -> int:
     )
 
 
-def own_address(setting: str) -> str:
-    """The address that `workers.host` means on this host: for `auto` that of its default route. Raises InvalidInput."""
+def own_address(setting: str, field: str = "workers.host") -> str:
+    """The address that a setting (`field`) means on this host: for `auto` that of its default route. Raises
+    InvalidInput."""
     if setting != AUTO:
         return setting
     try:
@@ -42,6 +43,6 @@ def own_address(setting: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidInput(
-            "bad_setting", f"workers.host is auto, and this host has no route ({error}): name its address",
-            field="workers.host",
+            "bad_setting", f"{field} is auto, and this host has no route ({error}): name its address",
+            field=field,
         ) from error  # fmt: skip

@@ -27,6 +27,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "listens-outside": rules_settings.listens_outside,
         "grace-above-drain": rules_settings.grace_above_drain,
         "workers-reachable": rules_access.workers_reachable,
+        "roles-apart": rules_settings.roles_apart,
         "workers-fit": rules_settings.workers_fit,
         "groups-alike": rules_pods.groups_alike,
         "both-roles": rules_pods.both_roles,

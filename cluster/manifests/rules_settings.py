@@ -58,9 +58,10 @@ def listens_outside(documents: Sequence[Document]) -> Found:
         for key, host in hosts.items():
             if host.startswith(_LOOPBACK):
                 yield where, f"{key} is {host}, which no other pod and no probe reaches: take 0.0.0.0"
-        # Workers tell others the address at which they listen, so each needs its own.
-        if config.workers.host != "auto":
-            yield where, f"workers.host is {config.workers.host}: take auto, each pod has its own address"
+        # These tell others the address at which they listen, so each needs its own.
+        for key, host in (("workers.host", config.workers.host), ("control.host", config.control.host)):
+            if host != "auto":
+                yield where, f"{key} is {host}: take auto, each pod has its own address"
 
 
 def grace_above_drain(documents: Sequence[Document]) -> Found:
@@ -77,6 +78,14 @@ def grace_above_drain(documents: Sequence[Document]) -> Found:
                     f"terminationGracePeriodSeconds is {grace}: it must be at least workers.drain_timeout_ms "
                     f"({drain_ms} ms) and {STOP_MARGIN_MS // 1000} s for the end",
                 )
+
+
+def roles_apart(documents: Sequence[Document]) -> Found:
+    """Workers ask Ray for what the group of their role offers, else they land wherever there is room."""
+    for where, config in configs(documents):
+        asked = config.workers.resources.split(",") + config.workers.labels.split(",")
+        if any(pod.is_worker for pod in pods(documents)) and not any("{role}" in pair for pair in asked):
+            yield where, "workers.resources must hold {role}=1: a worker would be placed in pods of the other role"
 
 
 def workers_fit(documents: Sequence[Document]) -> Found:

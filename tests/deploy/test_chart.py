@@ -194,6 +194,18 @@ def test_tls_comes_from_a_secret() -> None:
     assert check(documents) == ()
 
 
+def test_who_asks_for_tenants_can_read_them() -> None:
+    documents = with_values("tenants.secretName=genlock-tenants")
+    path = load(file_text=one(documents, "ConfigMap")["data"]["genlock.yaml"]).config.api.tenants_file
+    for name in ("gateway", "controller"):
+        entry = container(one(documents, "Deployment", f"genlock-{name}")["spec"]["template"])
+        assert any(path.startswith(mount["mountPath"] + "/") for mount in entry["volumeMounts"])
+    variables = container(group(documents, "decode")["template"])["env"]
+    token = next(variable for variable in variables if variable["name"] == "GENLOCK_TOKEN")
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "genlock-secrets", "key": "operator-token"}
+    assert check(documents) == ()
+
+
 def test_monitors_find_what_they_scrape() -> None:
     """The port names that monitors ask for are declared, and alerts know the job."""
     documents = with_values("serviceMonitor.enabled=true", name="blue")

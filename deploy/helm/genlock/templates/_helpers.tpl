@@ -58,12 +58,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
     "host" "0.0.0.0" "port" .Values.ports.grpc
     "http_host" "0.0.0.0" "http_port" .Values.ports.http)
   "workers" (dict
-    "host" "auto" "port" .Values.ports.workers
+    "host" "auto" "port" .Values.ports.workers "resources" "{role}=1"
     "prefill" (mul .Values.prefill.replicas .Values.prefill.workersPerPod)
     "decode" (mul .Values.decode.replicas .Values.decode.workersPerPod))
   "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics)
   "registry" (dict "namespace" (include "genlock.name" .))
-  "control" (dict "host" "0.0.0.0" "port" .Values.ports.controller "ray_address" "auto")
+  "control" (dict "host" "auto" "port" .Values.ports.controller "ray_address" "auto")
 -}}
 {{- if .Values.prefill.gpus }}
 {{- $_ := set $own.workers "gpus" (divf .Values.prefill.gpus .Values.prefill.workersPerPod) }}
