@@ -15,10 +15,12 @@ from cluster.chaos.worker import Switchboard, board_path
 from cluster.config import with_secret
 from cluster.gateway.served import ServedModel, Sources
 from cluster.gateway.server import Gateway
+from cluster.gateway.watch import RegistryWatch
 from cluster.launch.build import monotonic_ms
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
 from cluster.launch.up import specs_of
+from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
@@ -65,6 +67,8 @@ class Arena:
         self._pids: dict[str, int] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._gateway: Gateway | None = None
+        self._watch: RegistryWatch | None = None
+        self._registered = is_shared(self.config)  # workers tell of themselves, the gateway looks there
         self._gateway_lock = asyncio.Lock()
         self._locks = {name: asyncio.Lock() for name in self._specs}
         self._doomed: set[str] = set()
@@ -97,10 +101,8 @@ class Arena:
         await asyncio.gather(*self._rescues, return_exceptions=True)
         for channel in self._channels.values():
             await channel.close(None)
-        gateway, self._gateway = self._gateway, None
         try:
-            if gateway is not None:
-                await gateway.stop(0)
+            await self._stop_gateway()
         finally:
             await self._launcher.close()
 
@@ -144,11 +146,11 @@ class Arena:
         if pages:
             cache = replace(spec.config.cache, prefill_pages=pages, decode_pages=pages)
             spec = replace(spec, config=replace(spec.config, cache=cache))
-        if self._gateway is not None:
+        if self._gateway is not None and not self._registered:
             await self._gateway.remove_worker(worker_id)
         await self._start_worker(spec)
         async with self._gateway_lock:
-            if self._gateway is not None:
+            if self._gateway is not None and not self._registered:  # else the registry tells of it
                 with contextlib.suppress(GenlockError):  # a gateway that came up meanwhile knows it
                     await self._gateway.remove_worker(worker_id)
                 self._gateway.add_worker(worker_id, spec.role, self._endpoints[worker_id])
@@ -156,9 +158,7 @@ class Arena:
     async def restart_gateway(self) -> None:
         """Ends the gateway without a grace; another one comes up on the same port."""
         async with self._gateway_lock:
-            gateway, self._gateway = self._gateway, None
-            assert gateway is not None, "one restart at a time"
-            await gateway.stop(0)
+            await self._stop_gateway()
             await self._start_gateway()
 
     # --- facts ------------------------------------------------------------------------------------------------------
@@ -218,9 +218,22 @@ class Arena:
                 if not left:
                     raise
                 await asyncio.sleep(PORT_PAUSE_S)
+        self._gateway = gateway
+        if self._registered:
+            self._watch = RegistryWatch(gateway.state, registry_from(self.config, monotonic_ms))
+            await self._watch.look()
+            self._watch.start()
+            return
         for worker_id, endpoint in self._endpoints.items():
             gateway.add_worker(worker_id, self._specs[worker_id].role, endpoint)
-        self._gateway = gateway
+
+    async def _stop_gateway(self) -> None:
+        gateway, self._gateway = self._gateway, None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await watch.stop()
+        if gateway is not None:
+            await gateway.stop(0)
 
     async def _ready(self) -> None:
         assert self._gateway is not None, "started"

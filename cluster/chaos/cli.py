@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cluster.chaos.plan import LINK_FAULTS, Fault, Shape, make_plan
+from cluster.chaos.plan import Fault, Shape, make_plan
 from cluster.chaos.run import ChaosRun, ChaosSettings
 from cluster.chaos.run import Progress as Told
 from cluster.chaos.verdict import Report
@@ -55,12 +55,12 @@ def command(
     error and no further tokens.
 
     Exit code 1 if a token is foreign, a stream hangs, an error has no type, or a page does not come back."""
-    chosen = tuple(Fault(name) for name in dict.fromkeys(faults)) or tuple(f for f in Fault if f not in LINK_FAULTS)
+    chosen = tuple(Fault(name) for name in dict.fromkeys(faults)) or tuple(Fault)
     shape = Shape(seed=seed, minutes=minutes, kinds=chosen, rate_per_s=rate)
     settings = ChaosSettings(shape, engine, model, prefill, decode, control)
     as_json = as_json or output == "json"
     if show_plan:
-        return _show_plan(shape, as_json)
+        return _show_plan(ChaosRun(settings).shape, as_json)
     # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
     with contextlib.redirect_stdout(sys.stderr), quiet_logs():
         report = asyncio.run(_run(settings))

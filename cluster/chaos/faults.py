@@ -9,6 +9,7 @@ from typing import Protocol
 
 from cluster.chaos.arena import Arena
 from cluster.chaos.plan import Fault, PlannedFault
+from cluster.chaos.registry import RegistryServer
 from cluster.chaos.worker import Switch
 
 # Requests that the plan's load already holds; nothing more is to be done.
@@ -28,9 +29,10 @@ class Link(Protocol):
 class Saboteur:
     """`done` counts the faults by kind; `errors` are those that could not be carried out or healed."""
 
-    def __init__(self, arena: Arena, link: Link | None) -> None:
+    def __init__(self, arena: Arena, link: Link | None, registry: RegistryServer | None = None) -> None:
         self._arena = arena
         self._link = link
+        self._registry = registry
         self.done: Counter[str] = Counter()
         self.kills = 0
         self.errors: list[str] = []
@@ -60,6 +62,8 @@ class Saboteur:
             Fault.CLOCK_JUMP: self._switch,
             Fault.FOREIGN_PAGE: self._switch,
             Fault.GATEWAY_RESTART: lambda _fault: self._arena.restart_gateway(),
+            Fault.REGISTRY_KILL: self._kill_registry,
+            Fault.REGISTRY_FLUSH: lambda _fault: self._the_registry.flush(),
             Fault.LINK_CUT: self._link_fault,
             Fault.LINK_SLOW: self._link_fault,
         }
@@ -88,6 +92,18 @@ class Saboteur:
             await asyncio.sleep(fault.for_ms / 1000)
         finally:
             board.set(switch, 0)
+
+    @property
+    def _the_registry(self) -> RegistryServer:
+        assert self._registry is not None, "planned only where there is a server"
+        return self._registry
+
+    async def _kill_registry(self, fault: PlannedFault) -> None:
+        self._the_registry.kill()
+        try:
+            await asyncio.sleep(fault.for_ms / 1000)
+        finally:
+            await self._the_registry.start()
 
     async def _link_fault(self, fault: PlannedFault) -> None:
         assert self._link is not None, "planned only where there is a link"

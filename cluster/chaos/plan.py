@@ -29,11 +29,14 @@ class Fault(StrEnum):
     CLOCK_JUMP = "clock_jump"  # the worker's clock runs ahead and later jumps back
     FOREIGN_PAGE = "foreign_page"  # pages that arrive at a decode worker are another prompt's
     GATEWAY_RESTART = "gateway_restart"
+    REGISTRY_KILL = "registry_kill"  # SIGKILL of the registry's server; an empty one comes up later
+    REGISTRY_FLUSH = "registry_flush"
     LINK_CUT = "link_cut"
     LINK_SLOW = "link_slow"
 
 
 LINK_FAULTS = frozenset({Fault.LINK_CUT, Fault.LINK_SLOW})
+REGISTRY_FAULTS = frozenset({Fault.REGISTRY_KILL, Fault.REGISTRY_FLUSH})
 # These hold one worker down, or keep it busy; a worker has one of them in a round.
 OF_WORKERS = frozenset({Fault.KILL, Fault.STOP, Fault.SMALL_POOL, Fault.DISK_FULL, Fault.CLOCK_JUMP})
 
@@ -50,12 +53,12 @@ class Behaviour(StrEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan is drawn from. `link`: the far workers' names, where there is a link to cut."""
+    """What a plan is drawn from."""
 
     seed: int
     minutes: float = 1.0
     workers: tuple[str, ...] = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    kinds: tuple[Fault, ...] = tuple(f for f in Fault if f not in LINK_FAULTS)
+    kinds: tuple[Fault, ...] = tuple(Fault)
     round_ms: int = 12_000
     faults_per_round: int = 4
     rate_per_s: float = 5.0
@@ -167,6 +170,8 @@ def _drawn(kind: Fault, at_ms: int, target: str, rng: random.Random) -> PlannedF
         Fault.CLOCK_JUMP: ((500, 3000), (1000, 120_000)),
         Fault.FOREIGN_PAGE: ((1000, 3000), (0, 0)),
         Fault.GATEWAY_RESTART: ((0, 0), (0, 0)),
+        Fault.REGISTRY_KILL: ((1000, 6000), (0, 0)),
+        Fault.REGISTRY_FLUSH: ((0, 0), (0, 0)),
         Fault.LINK_CUT: ((500, 6000), (0, 0)),
         Fault.LINK_SLOW: ((2000, 6000), (256, 4096)),
     }

@@ -7,15 +7,18 @@ import functools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 from cluster.chaos.arena import Arena, Death, Place
 from cluster.chaos.faults import Saboteur
 from cluster.chaos.load import Crowd
 from cluster.chaos.network import Network, network_of
-from cluster.chaos.plan import LINK_FAULTS, Ask, Round, Shape, make_plan
+from cluster.chaos.plan import REGISTRY_FAULTS, Ask, Round, Shape, make_plan
+from cluster.chaos.registry import MISSING, RegistryServer, find_server
 from cluster.chaos.verdict import Report, Seen, Totals, judge
 from cluster.chaos.worker import Switch, build_for_chaos
 from cluster.config import load
@@ -35,12 +38,15 @@ PROMPT_TOKENS = (64, 160)
 ORACLE_SAMPLES = 4
 # What must be off for a foreign page to reach an answer.
 RECEIPT_CHECKS = ("header", "prefix_key", "digest", "source_tag")
-NO_REGISTRY = "the registry is in this process's memory: there is no server to kill"
-
-Progress = Callable[[str, float], None]
 
 
-def no_progress(_text: str, _share: float) -> None:
+class Progress(Protocol):
+    """Hears in words what is done, and the share of the run that is over."""
+
+    def __call__(self, text: str, share: float) -> None: ...
+
+
+def no_progress(text: str, share: float) -> None:
     """For callers that do not want to hear."""
 
 
@@ -56,7 +62,7 @@ class ChaosSettings:
     control: bool = False
     flags: tuple[tuple[str, object], ...] = ()
 
-    def config(self, nixl_transport: str = "auto") -> Config:
+    def config(self, nixl_transport: str, registry: Mapping[str, object]) -> Config:
         """The cluster's settings. Raises InvalidInput."""
         return load(
             flags={
@@ -75,6 +81,7 @@ class ChaosSettings:
                 "workers.status_timeout_ms": 1000,
                 "api.port": 0,
                 "api.default_deadline_ms": int(DEADLINE_S * 1000),
+                **registry,
                 **dict(self.flags),
             }
         ).config
@@ -91,21 +98,24 @@ class ChaosRun:
         self._lag_s = 0.0
         self._network: Network | None
         self._network, self._skipped = network_of(settings.engine)
-        self._skipped["registry_kill"] = self._skipped["registry_flush"] = NO_REGISTRY
+        self._server = find_server()
+        if not self._server:
+            self._skipped.update({kind.value: MISSING for kind in sorted(REGISTRY_FAULTS)})
         self._settings = settings
-        self._config = settings.config("auto" if self._network is None else "tcp")
-        kinds = tuple(k for k in settings.shape.kinds if k not in LINK_FAULTS or self._network is not None)
-        if self._network is not None:
-            kinds = (*kinds, *(k for k in sorted(LINK_FAULTS) if k not in kinds))
-        names = tuple(spec.worker_id for spec in specs_of(self._config))
-        self._shape = replace(settings.shape, kinds=kinds, workers=names)
+        names = tuple(spec.worker_id for spec in specs_of(self._config()))
+        kinds = tuple(kind for kind in settings.shape.kinds if kind.value not in self._skipped)
+        self.shape = replace(settings.shape, kinds=kinds, workers=names)
+
+    def _config(self, registry: RegistryServer | None = None) -> Config:
+        transport = "auto" if self._network is None else "tcp"
+        return self._settings.config(transport, {} if registry is None else registry.flags())
 
     async def run(self) -> Report:
         """Raises what the start of a cluster raises; what happens after that is in the report."""
-        plan = make_plan(self._shape)
+        plan = make_plan(self.shape)
         self._progress("computing the oracle's answers", 0.0)
         subject = await asyncio.to_thread(load_subject, self._settings.model)
-        prompts, answers = await asyncio.to_thread(catalogue, subject, self._shape)
+        prompts, answers = await asyncio.to_thread(catalogue, subject, self.shape)
         folder = tempfile.mkdtemp(prefix="genlock-chaos-")
         off = RECEIPT_CHECKS if self._settings.control else ()
         builder = functools.partial(build_for_chaos, folder, off)
@@ -114,12 +124,19 @@ class ChaosRun:
         if self._network is not None:
             launcher, place = self._network.launcher(builder), self._network.place
         served = ServedModel(subject.model.info, subject.tokenizer)
-        arena = Arena(self._config, launcher, served, folder, lambda text: self._progress(text, 0.0), place)
-        saboteur = Saboteur(arena, self._network)
+        registry: RegistryServer | None = None
+        arena: Arena | None = None
         begin = time.monotonic()
         try:
             if self._network is not None:
                 await self._network.start()
+            if self._server:
+                host = "127.0.0.1" if self._network is None else self._network.near_host
+                registry = RegistryServer(self._server, Path(folder), host)
+                await registry.start()
+            report = functools.partial(self._progress, share=0.0)
+            arena = Arena(self._config(registry), launcher, served, folder, report, place)
+            saboteur = Saboteur(arena, self._network, registry)
             await arena.start()
             begin = time.monotonic()
             crowd = Crowd(arena.endpoint, prompts, DEADLINE_S)
@@ -129,7 +146,10 @@ class ChaosRun:
                 await crowd.close()
             return self._report(arena, saboteur, rounds, time.monotonic() - begin)
         finally:
-            await arena.stop()
+            if arena is not None:
+                await arena.stop()
+            if registry is not None:
+                registry.kill()
             if self._network is not None:
                 await self._network.stop()
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,7 +160,7 @@ class ChaosRun:
         self, plan: Sequence[Round], arena: Arena, saboteur: Saboteur, crowd: Crowd, answers: Sequence[tuple[int, ...]]
     ) -> int:
         """Plays rounds until the time is over, at least one; returns how many."""
-        limit_s = self._shape.minutes * 60
+        limit_s = self.shape.minutes * 60
         begin = time.monotonic()
         if self._settings.control:
             for name in arena.names:
@@ -198,8 +218,8 @@ class ChaosRun:
         totals = self._totals
         boards = [arena.board(name) for name in arena.names]
         return Report(
-            seed=self._shape.seed,
-            minutes=self._shape.minutes,
+            seed=self.shape.seed,
+            minutes=self.shape.minutes,
             seconds=round(seconds, 1),
             engine=self._settings.engine,
             model=self._settings.model,

@@ -13,12 +13,13 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.chaos.flat import MIN_SAMPLES, Allowance, Judged, judge_all
 from cluster.chaos.load import Crowd
 from cluster.chaos.plan import Ask
+from cluster.chaos.run import Progress
 from cluster.chaos.verdict import Totals, judge
 from cluster.chaos.watch import of_process, table_sizes
 from cluster.config import load
@@ -58,8 +59,6 @@ ALLOWANCES = {
     "Handoffs._channels": Allowance(limit=2 * 1024),
 }
 TABLES = Allowance(share=0.1, number=8)
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
