@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -12,8 +14,10 @@ import pytest
 
 from cluster.launch.launcher import InProcessLauncher
 from cluster.launch.ray_launcher import RayLauncher
-from cluster.launch.spec import WorkerBuilder
+from cluster.launch.spec import WorkerBuilder, WorkerSpec
 from cluster.launch.up import Cluster, specs_of
+from cluster.roles import Role
+from cluster.settings import ControlConfig
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import DeadlineExceeded, InvalidInput, NoCapacity, NotFound, Unavailable
@@ -153,24 +157,44 @@ def processes_of(folder: str) -> list[int]:
     return found
 
 
+async def require_no_place(launcher: RayLauncher, cluster: Cluster) -> None:
+    """A demand that no node can meet ends in bounded time, naming demand and supply, and its group goes."""
+    workers = replace(cluster.config.workers, gpus=8.0)
+    spec = WorkerSpec(Role.DECODE, "decode-7", replace(cluster.config, workers=workers))
+    with pytest.raises(NoCapacity, match=r"8 GPUs on one node.* 0 GPUs") as caught:
+        await launcher.start(spec)
+    assert (caught.value.reason, caught.value.field) == ("no_place", "workers.gpus")
+    with pytest.raises(NoCapacity, match="2 such workers are wanted in all, 0 have a place"):
+        await launcher.check_room([spec, spec])
+
+    def groups() -> list[str]:
+        table = importlib.import_module("ray.util").placement_group_table()
+        return [group["name"] for group in table.values() if group["state"] != "REMOVED"]
+
+    assert len(await launcher._call(groups)) == len(launcher._started)
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(180)
 async def test_a_cluster_on_ray_serves_sees_a_death_and_leaves_nothing():
     said: list[str] = []
-    launcher = RayLauncher(build_fake, cpus=2.0)
+    launcher = RayLauncher(build_fake, cpus=2.0, control=ControlConfig(place_timeout_ms=500))
     cluster = Cluster(config(workers__decode=2), launcher, load_fake, report=said.append)
     endpoint = await cluster.start()
     folder = launcher._session.folder
     assert processes_of(str(folder))
     assert await ask(endpoint) == "hello"
+    await require_no_place(launcher, cluster)
     pids = await launcher._started["decode-0"].actor.__ray_call__.remote(lambda _self: os.getpid())
     assert pids != os.getpid()
     os.kill(pids, signal.SIGKILL)
     async with asyncio.timeout(10):
         while not any("decode-0 is gone" in line for line in said):
             await asyncio.sleep(0.02)
-    assert (await states(endpoint))["decode-0"] == "UNREACHABLE"
     assert await ask(endpoint) == "hello"
+    async with asyncio.timeout(60):
+        while sum("decode-0 is up" in line for line in said) < 2 or (await states(endpoint))["decode-0"] != "READY":
+            await asyncio.sleep(0.05)
     await cluster.stop(1000)
     async with asyncio.timeout(10):
         while processes_of(str(folder)):
