@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -20,6 +22,7 @@ from cluster.chaos.run import ChaosRun, ChaosSettings
 from cluster.chaos.run import Progress as Told
 from cluster.chaos.verdict import Report
 
+T = TypeVar("T")
 ENGINES = ("shm", "nixl", "mooncake")
 
 
@@ -63,7 +66,7 @@ def command(
         return _show_plan(ChaosRun(settings).shape, as_json)
     # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
     with contextlib.redirect_stdout(sys.stderr), quiet_logs():
-        report = asyncio.run(_run(settings))
+        report = run_to_the_end(_run(settings))
     if as_json:
         click.echo(json.dumps({**asdict(report), "failures": report.failures, "passed": not report.failures}))
     else:
@@ -101,6 +104,21 @@ def progress_bar() -> Iterator[Told]:
             progress.update(task, description=text, completed=share)
 
         yield told
+
+
+def run_to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Runs it; SIGTERM ends it as Ctrl-C does, so that what was made is taken away. Raises click.Abort then."""
+
+    async def guarded() -> T:
+        task = asyncio.current_task()
+        assert task is not None, "inside of run"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        raise click.Abort from None
 
 
 async def _run(settings: ChaosSettings) -> Report:

