@@ -56,6 +56,8 @@ class KillLab:
                 "workers.cpus": 0.1,
                 "workers.chunk_tokens": CHUNK_TOKENS,
                 "workers.status_poll_ms": 100,
+                # What dies stays dead: the row is about its requests.
+                "control.restart": False,
                 "api.port": 0,
                 **(flags or {}),
             }
