@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.launch.launcher import Adopted, NodeFacts, OnLost, ignore_loss, start_timeout, unknown_worker
+from cluster.launch.logs import start_logging
 from cluster.launch.ray_place import Supply, demand_of, labels_of, no_place, places, supplies
 from cluster.launch.ray_session import RaySession, cause, first_line
 from cluster.launch.spec import WorkerBuilder, WorkerSpec
@@ -49,6 +50,7 @@ class WorkerActor:
 
     async def start(self) -> str | GenlockError:
         try:
+            start_logging(self._spec.config.log, self._spec.worker_id)
             self._endpoint = await self._worker.start()
         except GenlockError as error:
             await self._worker.stop(0)
