@@ -9,12 +9,13 @@ Shape suffixes: S slots, n pages of one batch, U8 slot bytes.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import operator
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -40,6 +41,10 @@ MAX_PEERS = 4096
 MAX_ADDRESS_CHARS = 4096
 CONNECT_TIMEOUT_MS = 5_000
 CLOSE_TIMEOUT_MS = 10_000
+# Spinning finishes small reads sooner; while much is under way, sleeping leaves the core to the library's thread.
+SPIN_BYTES = 1 << 20
+MAX_SPINS = 2_000
+SLEEP_S = 50e-6
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -148,6 +153,125 @@ class EndedTransfer(Transfer):
 
     def quiesced(self) -> bool:
         return True
+
+
+class Portion(Protocol):
+    """What a library takes at once: `first` and `pages` are its places in the batch (0 pages: a table of tags)."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def pages(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class PollingEngine(Protocol):
+    """What a `PolledTransfer` needs of its engine."""
+
+    clock_ms: ClockMs
+    digester: PageDigester | None
+
+    @property
+    def stopped(self) -> bool: ...
+
+    @property
+    def slots_SU8(self) -> U8: ...
+
+
+P = TypeVar("P", bound=Portion)
+
+
+class PolledTransfer(Transfer, Generic[P]):
+    """One batch over a library that is asked how far it is: portions that wait, portions under way. Nothing happens
+    but in `wait` and `quiesced`. Subclasses poll and post in `_advance` and call `start` once they are made.
+    """
+
+    def __init__(self, engine: PollingEngine, portions: Iterable[P], local_ids_n: I64 | None) -> None:
+        self._waiting = collections.deque(portions)
+        self._under_way: dict[int, P] = {}
+        self._bytes_under_way = 0
+        self._unproved = False  # something failed, and that does not prove that it has ended
+        self._failed = False
+        self._state = TransferState.RUNNING
+        self._lock = threading.Lock()
+        self._driver = engine
+        self._local_ids_n = local_ids_n
+        self._sums_n2: U64 | None = None
+        if engine.digester is not None and local_ids_n is not None:
+            self._sums_n2 = np.empty((local_ids_n.size, 2), np.uint64)
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Polls what is under way and posts what fits, with the lock held. True if something landed."""
+
+    def _ended(self) -> None:
+        """Called with the lock held after the end state, and again whenever something may have become quiet."""
+
+    def start(self) -> None:
+        with self._lock:
+            self._advance()
+
+    @property
+    def body_sums(self) -> U64 | None:
+        return self._sums_n2 if self._state is TransferState.DONE else None
+
+    def wait(self, timeout_ms: int) -> TransferState:
+        deadline_ms = self._driver.clock_ms() + timeout_ms
+        spins = 0
+        while True:
+            with self._lock:
+                if self._state is not TransferState.RUNNING:
+                    return self._state
+                landed = self._advance()
+                if self._failed:
+                    self._end(TransferState.FAILED)
+                elif not self._waiting and not self._under_way:
+                    self._end(TransferState.DONE)
+                elif self._driver.clock_ms() >= deadline_ms:
+                    self._end(TransferState.TIMED_OUT)
+                busy = self._bytes_under_way > SPIN_BYTES
+            if landed or self._state is not TransferState.RUNNING:
+                continue
+            spins += 1
+            time.sleep(SLEEP_S if busy or spins > MAX_SPINS else 0)
+
+    def quiesced(self) -> bool:
+        if self._driver.stopped:
+            return True
+        with self._lock:
+            if self._state is not TransferState.RUNNING:
+                self._advance()
+                self._ended()
+            return self._still
+
+    @property
+    def _still(self) -> bool:
+        return not self._waiting and not self._under_way and not self._unproved
+
+    def _end(self, state: TransferState) -> None:
+        self._state = state
+        self._waiting.clear()
+        self._ended()
+
+    def _posted(self, handle: int, portion: P) -> None:
+        self._under_way[handle] = portion
+        self._bytes_under_way += portion.nbytes
+
+    def _taken_back(self, handle: int) -> P:
+        """The portion of a handle that is not under way any more."""
+        portion = self._under_way.pop(handle)
+        self._bytes_under_way -= portion.nbytes
+        return portion
+
+    def _sum(self, portion: P) -> None:
+        """Sums pages that have landed: while the next ones are on their way, and these are in cache."""
+        digester, ids_n = self._driver.digester, self._local_ids_n
+        if self._state is TransferState.RUNNING and digester and ids_n is not None and self._sums_n2 is not None:
+            places = slice(portion.first, portion.first + portion.pages)
+            self._sums_n2[places] = digester.body_sums_many(self._driver.slots_SU8, ids_n[places])
 
 
 S = TypeVar("S")

@@ -19,14 +19,12 @@ What shapes this file (measured, and read in the library's TCP transport):
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import itertools
 import json
 import mmap
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -40,10 +38,10 @@ from kvstore.transfer.common import (
     CONNECT_TIMEOUT_MS,
     I64,
     U8,
-    U64,
     ClockMs,
     Ids,
     PageDigester,
+    PolledTransfer,
     PoolEngine,
     monotonic_ms,
     runs_of,
@@ -55,10 +53,6 @@ R = TypeVar("R")
 WINDOW = 512
 MAX_DESCRIPTOR_BYTES = 64 << 20
 MAX_PROBES = 16
-# Spinning finishes small reads sooner; while much is under way, sleeping leaves the core to the library's thread.
-SPIN_BYTES = 1 << 20
-MAX_SPINS = 2_000
-SLEEP_S = 50e-6
 POLL_AHEAD = 8  # descriptors asked per turn; they end roughly in the order of their submission
 
 _PENDING, _COMPLETED, _FAILED = 0, 1, -1
@@ -81,7 +75,7 @@ def parse_address(text: str) -> MooncakeAddress:
     try:
         address = MooncakeAddress(**json.loads(text))
         host, _, port = address.session.rpartition(":")
-        if not host or not 1 <= int(port) <= 65535 or type(address.base) is not int or address.base <= 0:
+        if not host or not 1 <= int(port) <= 65535 or type(address.base) is not int or not 0 < address.base < 1 << 63:
             raise ValueError("session or base out of range")
         return address
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -143,74 +137,24 @@ class _Source:
             self._under_way -= 1
 
 
-class MooncakeTransfer(Transfer):
-    """One batch: descriptors not yet submitted, and those under way. Driven by `wait` and `quiesced`."""
+class MooncakeTransfer(PolledTransfer[Descriptor]):
+    """One batch of descriptors."""
 
     def __init__(
         self, engine: MooncakeEngine, source: _Source, descriptors: list[Descriptor], local_ids_n: I64 | None = None
     ) -> None:
+        super().__init__(engine, descriptors, local_ids_n)
         self._engine = engine
         self._source = source
-        self._waiting = collections.deque(descriptors)
-        self._under_way: dict[int, Descriptor] = {}
-        self._bytes_under_way = 0
-        self._unproved = False
-        self._failed = False
-        self._state = TransferState.RUNNING
-        self._lock = threading.Lock()
-        self._local_ids_n = local_ids_n
-        self._sums_n2: U64 | None = None
-        if engine.digester is not None and local_ids_n is not None:
-            self._sums_n2 = np.empty((local_ids_n.size, 2), np.uint64)
-        with self._lock:
-            self._advance()
-
-    @property
-    def body_sums(self) -> U64 | None:
-        return self._sums_n2 if self._state is TransferState.DONE else None
-
-    def wait(self, timeout_ms: int) -> TransferState:
-        deadline_ms = self._engine.clock_ms() + timeout_ms
-        spins = 0
-        while True:
-            with self._lock:
-                if self._state is not TransferState.RUNNING:
-                    return self._state
-                landed = self._advance()
-                if self._failed:
-                    self._state = TransferState.FAILED
-                elif not self._waiting and not self._under_way:
-                    self._state = TransferState.DONE
-                elif self._engine.clock_ms() >= deadline_ms:
-                    self._state = TransferState.TIMED_OUT
-                if self._state in (TransferState.FAILED, TransferState.TIMED_OUT):
-                    self._waiting.clear()
-                busy = self._bytes_under_way > SPIN_BYTES
-            if landed or self._state is not TransferState.RUNNING:
-                continue
-            spins += 1
-            time.sleep(SLEEP_S if busy or spins > MAX_SPINS else 0)
-
-    def quiesced(self) -> bool:
-        if self._engine.stopped:
-            return True
-        with self._lock:
-            if self._state is not TransferState.RUNNING:
-                self._advance()
-            return not self._waiting and not self._under_way and not self._unproved
+        self.start()
 
     def _advance(self) -> bool:
-        """Polls what is under way, submits what fits and sums what has landed. True if something landed."""
         landed = self._engine.call(self._turn)
         if landed is None:
             self._failed = True
             return False
-        digester, ids_n = self._engine.digester, self._local_ids_n
-        if digester is not None and ids_n is not None and self._sums_n2 is not None:
-            # While the rest is still on its way, and what has landed is still in cache.
-            for d in landed:
-                places = slice(d.first, d.first + d.pages)
-                self._sums_n2[places] = digester.body_sums_many(self._engine.slots_SU8, ids_n[places])
+        for descriptor in landed:
+            self._sum(descriptor)
         return bool(landed)
 
     def _turn(self, library: Any) -> list[Descriptor]:
@@ -227,8 +171,7 @@ class MooncakeTransfer(Transfer):
             if status not in (_COMPLETED, _FAILED):  # the library gave up, but has not ended it
                 self._failed = True
                 continue
-            descriptor = self._under_way.pop(batch_id)
-            self._bytes_under_way -= descriptor.nbytes
+            descriptor = self._taken_back(batch_id)
             self._source.give()
             if status == _COMPLETED:
                 landed.append(descriptor)
@@ -247,8 +190,7 @@ class MooncakeTransfer(Transfer):
                 self._failed = True
                 return
             self._waiting.popleft()
-            self._under_way[batch_id] = d
-            self._bytes_under_way += d.nbytes
+            self._posted(batch_id, d)
 
 
 class MooncakeEngine(PoolEngine[_Source]):

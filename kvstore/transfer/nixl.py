@@ -29,12 +29,10 @@ Shape suffixes: S slots, n pages of one batch, U8 bytes.
 from __future__ import annotations
 
 import base64
-import collections
 import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,10 +45,10 @@ from kvstore.transfer.common import (
     CONNECT_TIMEOUT_MS,
     I64,
     U8,
-    U64,
     ClockMs,
     Ids,
     PageDigester,
+    PolledTransfer,
     PoolEngine,
     monotonic_ms,
     runs_of,
@@ -64,10 +62,6 @@ CELLS = 1024  # transfers that have not quiesced
 MAX_BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 512
 WINDOW = 2  # batches under way: one moves while the other's pages are summed
-# Spinning finishes small reads sooner; while much is under way, sleeping leaves the core to the library's thread.
-SPIN_BYTES = 1 << 20
-MAX_SPINS = 2_000
-SLEEP_S = 50e-6
 
 _LIFE = struct.Struct("<Q16s")
 _LIFE_PAGE_BYTES = 4096
@@ -116,8 +110,8 @@ class _Source:
         self.tags_read: NixlTransfer | None = None
 
 
-class NixlTransfer(Transfer):
-    """A look at the peer's life page, batches of pages, and another look. Driven by `wait` and `quiesced`."""
+class NixlTransfer(PolledTransfer[Batch]):
+    """A look at the peer's life page, batches of pages, and another look."""
 
     def __init__(
         self,
@@ -127,74 +121,22 @@ class NixlTransfer(Transfer):
         batches: list[Batch],
         local_ids_n: I64 | None = None,
     ) -> None:
-        self._engine = engine
-        self._source = source
-        self._cell_U8 = engine.cell(look.local_rows[0][0]) if look is not None else None
         # A batch of one row tells of its own failure.
         again = look is not None and any(len(batch.local_rows) > 1 for batch in batches)
-        self._waiting = collections.deque([*([look] if look else []), *batches, *([look] if look and again else [])])
-        self._under_way: dict[int, Batch] = {}
+        looks = [look] if look else []
+        super().__init__(engine, [*looks, *batches, *(looks if again else [])], local_ids_n)
+        self._engine = engine
+        self._source = source
         self._look = look
-        self._unproved = False
-        self._failed = False
-        self._state = TransferState.RUNNING
-        self._lock = threading.Lock()
-        self._local_ids_n = local_ids_n
-        self._sums_n2: U64 | None = None
-        if engine.digester is not None and local_ids_n is not None:
-            self._sums_n2 = np.empty((local_ids_n.size, 2), np.uint64)
-        with self._lock:
-            self._advance()
+        self._cell_U8 = engine.cell(look.local_rows[0][0]) if look is not None else None
+        self.start()
 
-    @property
-    def body_sums(self) -> U64 | None:
-        return self._sums_n2 if self._state is TransferState.DONE else None
-
-    def wait(self, timeout_ms: int) -> TransferState:
-        deadline_ms = self._engine.clock_ms() + timeout_ms
-        spins = 0
-        while True:
-            with self._lock:
-                if self._state is not TransferState.RUNNING:
-                    return self._state
-                moved = self._advance()
-                if self._failed:
-                    self._end(TransferState.FAILED)
-                elif not self._waiting and not self._under_way:
-                    self._end(TransferState.DONE)
-                elif self._engine.clock_ms() >= deadline_ms:
-                    self._end(TransferState.TIMED_OUT)
-                busy = sum(batch.nbytes for batch in self._under_way.values()) > SPIN_BYTES
-            if moved or self._state is not TransferState.RUNNING:
-                continue
-            spins += 1
-            time.sleep(SLEEP_S if busy or spins > MAX_SPINS else 0)
-
-    def quiesced(self) -> bool:
-        if self._engine.stopped:
-            return True
-        with self._lock:
-            if self._state is not TransferState.RUNNING:
-                self._poll()
-                self._give_cell()
-            return self._still
-
-    @property
-    def _still(self) -> bool:
-        return not self._waiting and not self._under_way and not self._unproved
-
-    def _end(self, state: TransferState) -> None:
-        self._state = state
-        self._waiting.clear()
-        self._give_cell()
-
-    def _give_cell(self) -> None:
+    def _ended(self) -> None:
         if self._cell_U8 is not None and self._still:
             self._engine.give_cell(self._cell_U8)
             self._cell_U8 = None
 
     def _advance(self) -> bool:
-        """Polls what is under way and posts what fits. True if something ended."""
         moved = self._poll()
         while self._waiting and not self._failed and self._may_post(self._waiting[0]):
             batch = self._waiting.popleft()
@@ -202,9 +144,9 @@ class NixlTransfer(Transfer):
                 self._cell_U8[:] = 0
             handle, state = self._engine.post(self._source.remote, batch)
             if state is ReadState.RUNNING:
-                self._under_way[handle] = batch
+                self._posted(handle, batch)
             else:
-                self._ended(batch, state)
+                self._judge(batch, state)
                 return True  # over CMA this is where time goes by: the deadline comes first
         return moved
 
@@ -216,29 +158,21 @@ class NixlTransfer(Transfer):
 
     def _poll(self) -> bool:
         moved = False
-        for handle, batch in list(self._under_way.items()):
+        for handle in list(self._under_way):
             state = self._engine.poll(self._source.remote, handle)
             if state is not ReadState.RUNNING:
-                del self._under_way[handle]
-                self._ended(batch, state)
+                self._judge(self._taken_back(handle), state)
                 moved = True
         return moved
 
-    def _ended(self, batch: Batch, state: ReadState) -> None:
+    def _judge(self, batch: Batch, state: ReadState) -> None:
         if state is not ReadState.DONE:
             self._failed = True
             self._unproved |= state is ReadState.FAILED
         elif batch is self._look:
             self._failed |= self._cell_U8 is None or self._cell_U8[: _LIFE.size].tobytes() != self._source.life
-        elif self._state is TransferState.RUNNING:
+        else:
             self._sum(batch)
-
-    def _sum(self, batch: Batch) -> None:
-        """Sums the pages of a batch that landed: while the next one is on its way, and this one is in cache."""
-        digester, ids_n = self._engine.digester, self._local_ids_n
-        if digester is not None and ids_n is not None and self._sums_n2 is not None:
-            places = slice(batch.first, batch.first + batch.pages)
-            self._sums_n2[places] = digester.body_sums_many(self._engine.slots_SU8, ids_n[places])
 
 
 class NixlEngine(PoolEngine[_Source]):

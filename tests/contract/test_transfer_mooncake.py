@@ -1,5 +1,8 @@
-"""What mooncake does when a peer stops answering."""
+"""What mooncake does when a peer stops answering, and whom it lets in."""
 
+import contextlib
+import os
+import pathlib
 import signal
 import threading
 import time
@@ -7,12 +10,15 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.errors import TransferTimeout, Unavailable
-from kvstore.transfer.base import (
-    PagePair,
-    TransferState,
-)
+from kvstore.digest import Digester
+from kvstore.errors import CorruptPage, TransferTimeout, Unavailable
+from kvstore.guard import Guard
+from kvstore.receipt import ExpectedPages
+from kvstore.receive import PageOrder, PageReceiver
+from kvstore.transfer.base import PagePair, TransferState, tag_table_bytes
+from kvstore.transfer.mooncake import parse_address
 from tests.contract.transfer_kit import TIMEOUT_MS, Kit, read
+from tests.support.kv_world import LAYOUT, SECRET, make_keyer, seal_prompt
 
 
 def test_a_stopped_peer_times_out_within_our_deadline(mooncake: Kit) -> None:
@@ -90,3 +96,52 @@ def test_a_stopped_peer_is_refused_at_connect_and_holds_up_nobody(mooncake: Kit)
         assert read(reader, peer, [PagePair(1, 1)], 2_000) is TransferState.DONE
     thread.join(10)
     assert outcome == ["peer_gone"]
+
+
+def listening() -> set[tuple[str, int]]:
+    """(address in hex, port) of every socket on which this process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def test_the_library_listens_on_every_interface_whatever_host_it_is_given(mooncake: Kit) -> None:
+    """A fact about the library, not a wish: why deployments fence its ports off. When this fails, look whether the
+    library has learnt to bind, and tell operators."""
+    before = listening()
+    mooncake.pool(8, 192)
+    opened = listening() - before
+    assert opened
+    assert {address.strip("0") for address, _port in opened} == {""}, "all zeros: every interface"
+
+
+def test_a_stranger_can_write_registered_memory_and_the_receipt_finds_out(mooncake: Kit) -> None:
+    """The library asks nobody who he is. What is damaged in a sealed page does not pass its digest."""
+    layout = LAYOUT
+    engine, victim, stranger = mooncake.engine(), mooncake.engine(), mooncake.pool(8, 192)
+    source = Guard(layout, 4, engine, 11, Digester(SECRET, layout.slot_bytes))
+    sink = Guard(layout, 4, victim, 12, Digester(SECRET, layout.slot_bytes))
+    keyer, tokens = make_keyer(), range(layout.page_tokens)
+    receiver, peer = PageReceiver(sink, victim), victim.connect(source.export)
+    [desc] = seal_prompt(source, keyer, tokens)
+    expected = ExpectedPages(len(tokens), layout.page_tokens, keyer.chain("t", tokens, layout.page_tokens))
+    [first] = sink.allocate(1, 1)
+    receiver.pull(peer, [PageOrder(desc, first)], 1, expected, TIMEOUT_MS)
+    address = parse_address(source.export.address)
+    target = address.base + tag_table_bytes(source.export.slots) + desc.ref.page_id * layout.slot_bytes + 256
+    written = stranger.engine.call(
+        lambda library: library.transfer_sync_write(address.session, stranger.slots.ctypes.data, target, 64)
+    )
+    assert written == 0, "the write went through: nothing of the library's stops it"
+    [second] = sink.allocate(1, 1)
+    with pytest.raises(CorruptPage):
+        receiver.pull(peer, [PageOrder(desc, second)], 1, expected, TIMEOUT_MS)
