@@ -33,6 +33,7 @@ class RayController:
         self._tenants = tenants
         self._session = RaySession(config.control.ray_address, config.control.ray_namespace)
         self._actor: Any = None
+        self._asked: Any = None
         text = f"{config!r} {tenants} {builder!r}"
         self.label = hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -88,12 +89,17 @@ class RayController:
     def pulse(self, timeout_s: float = CALL_S) -> Pulse:
         """Raises Unavailable (`controller_silent`) while it is restarted or Ray is away."""
         ray = self._session.ray
+        # One question at a time: Ray asks it again by itself after each restart, for as long as that takes.
+        self._asked = self._asked if self._asked is not None else self._actor.pulse.remote()
         try:
-            pulse: Pulse = ray.get(self._actor.pulse.remote(), timeout=timeout_s)
+            pulse: Pulse = ray.get(self._asked, timeout=timeout_s)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as exc:
+            if not isinstance(exc, ray.exceptions.GetTimeoutError):
+                self._asked = None
             raise Unavailable(
                 "controller_silent", f"the controller's actor does not answer: {first_line(exc)}"
             ) from exc
+        self._asked = None
         return pulse
 
     def wait_serving(self, timeout_s: float) -> Pulse:
@@ -121,4 +127,4 @@ class RayController:
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # else without ceremony
             ray.get(actor.stop.remote(), timeout=STOP_S)
         ray.kill(actor, no_restart=True)
-        self._actor = None
+        self._actor = self._asked = None

@@ -178,7 +178,7 @@ async def require_no_place(launcher: RayLauncher, cluster: Cluster) -> None:
 @pytest.mark.timeout(180)
 async def test_a_cluster_on_ray_serves_sees_a_death_and_leaves_nothing():
     said: list[str] = []
-    launcher = RayLauncher(build_fake, cpus=2.0, control=ControlConfig(place_timeout_ms=500))
+    launcher = RayLauncher(build_fake, cpus=2.0, control=ControlConfig(place_timeout_ms=2_000))
     cluster = Cluster(config(workers__decode=2), launcher, load_fake, report=said.append)
     endpoint = await cluster.start()
     folder = launcher._session.folder
@@ -192,9 +192,12 @@ async def test_a_cluster_on_ray_serves_sees_a_death_and_leaves_nothing():
         while not any("decode-0 is gone" in line for line in said):
             await asyncio.sleep(0.02)
     assert await ask(endpoint) == "hello"
-    async with asyncio.timeout(60):
-        while sum("decode-0 is up" in line for line in said) < 2 or (await states(endpoint))["decode-0"] != "READY":
-            await asyncio.sleep(0.05)
+    assert cluster._controller is not None
+    back = await cluster._controller.turned(
+        lambda s: s.rows["decode-0"].restarts == 1 and s.rows["decode-0"].endpoint, 90_000
+    )
+    assert back, (cluster._controller.state, said)
+    await cluster.gateway.wait_ready(10_000)
     await cluster.stop(1000)
     async with asyncio.timeout(10):
         while processes_of(str(folder)):

@@ -1,0 +1,163 @@
+"""The controller on a Ray cluster of real processes: it dies, its head dies, and serving goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from cluster.config import load
+from cluster.gateway.served import ServedModel
+from cluster.launch.front import Front
+from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject, load_subject
+from genlock.v1 import operator_pb2 as pb
+from genlock.v1 import operator_pb2_grpc
+from tests.support.ray_nodes import RayNodes, first_line
+from tests.support.valkey import Valkey
+from wire.options import open_channel
+
+WAIT_S = 240.0
+LONG = 300
+SETTINGS = {
+    "model.name": "probe",
+    "cluster.secret": "ab" * 16,
+    "cache.page_tokens": PAGE_TOKENS,
+    "cache.prefill_pages": 96,
+    "cache.decode_pages": 96,
+    "workers.cpus": 0.1,
+    "workers.status_poll_ms": 200,
+    "workers.resources": "work=1",
+    "control.drain_open_ms": 600,
+    "registry.poll_ms": 200,
+}
+
+
+class Site:
+    """Redis, Ray, `genlock controller`, and a gateway in this process."""
+
+    def __init__(self, folder: Path, subject: Subject) -> None:
+        self.subject = subject
+        self.valkey = Valkey(folder)
+        self.nodes: RayNodes
+        self.front: Front
+        self.client: Client
+        self.operator: operator_pb2_grpc.OperatorServiceAsyncStub
+
+    async def start(self) -> None:
+        await self.valkey.start()
+        self.nodes = RayNodes(self.valkey.port)
+        await self.nodes.start_head()
+        await self.nodes.start_node()
+        await self.watch_controller()
+        flags = {**SETTINGS, "registry.url": self.valkey.url, "api.port": 0}
+
+        async def load_served(_config: object) -> ServedModel:
+            return ServedModel(self.subject.model.info, self.subject.tokenizer)
+
+        self.front = Front(load(flags=flags).config, load_served)
+        channel = open_channel(await self.front.start())
+        self.client = Client(channel)
+        self.operator = operator_pb2_grpc.OperatorServiceStub(channel)
+        await self.settled(1, 1)
+
+    async def watch_controller(self) -> str:
+        """`genlock controller`; returns the endpoint that it prints."""
+        settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
+        process = self.nodes.command(
+            "controller", "--registry", self.valkey.url, "--ray", self.nodes.address, *settings
+        )
+        endpoint = await first_line(process, WAIT_S)
+        assert endpoint, (self.nodes.folder / "cli.log").read_text()[-2000:]
+        return endpoint
+
+    async def stop(self) -> None:
+        if hasattr(self, "client"):
+            await self.client.channel.close(None)
+            await self.front.stop(0)
+        if hasattr(self, "nodes"):
+            self.nodes.stop()
+        self.valkey.kill()
+
+    async def fleet(self) -> pb.FleetView:
+        return await self.operator.GetFleet(pb.GetFleetRequest(), timeout=5)
+
+    async def settled(self, prefill: int, decode: int, starts: int = 0) -> pb.FleetView:
+        """Waits until the controller (of at least so many starts) says that the fleet is what is wanted."""
+        view = pb.FleetView()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    try:
+                        view = await self.fleet()
+                    except grpc.aio.AioRpcError:
+                        view = pb.FleetView(reason="the controller does not answer")
+                    counts = (view.desired_prefill, view.desired_decode)
+                    if view.settled and counts == (prefill, decode) and view.controller_starts >= starts:
+                        await self.front.gateway.wait_ready(60_000)
+                        return view
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"not settled: {view}") from None
+
+    def lives(self, view: pb.FleetView) -> dict[str, int]:
+        return {worker.worker_id: worker.incarnation for worker in view.workers}
+
+    async def long_request(self, name: str) -> asyncio.Task[Reply]:
+        """One that is running."""
+        running = asyncio.Event()
+        task = asyncio.create_task(self.client.ask(self.subject.prompt(name), LONG, lambda _count: running.set()))
+        async with asyncio.timeout(60):
+            await running.wait()
+        return task
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path, load_subject("probe"))
+    try:
+        await site.start()
+        yield site
+    finally:
+        await site.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+async def test_controller_and_head_die_and_serving_goes_on(site: Site):
+    # --- the target is changed, then the controller's process is killed while a request runs
+    scaled = await site.operator.Scale(pb.ScaleRequest(decode=2), timeout=30)
+    assert scaled.added_decode == 1
+    before = await site.settled(1, 2)
+    request = await site.long_request("controller")
+    [pid] = site.nodes.pids(name="ControllerActor")
+    os.kill(pid, signal.SIGKILL)
+    after = await site.settled(1, 2, before.controller_starts + 1)
+    assert site.lives(after) == site.lives(before), "every worker was found again, none was started"
+    assert site.subject.right(site.subject.prompt("controller"), await request)
+    [again] = site.nodes.pids(name="ControllerActor")
+    assert again != pid
+
+    # --- the head goes with everything on it, and comes back with its state from Redis
+    request = await site.long_request("head")
+    site.nodes.kill_head()
+    assert site.subject.right(site.subject.prompt("head"), await request), "serving needs no head"
+    short = await site.client.ask(site.subject.prompt("meanwhile"), 4)
+    assert site.subject.right(site.subject.prompt("meanwhile"), short), "new requests need none either"
+    await site.nodes.start_head()
+    later = await site.settled(1, 2, after.controller_starts + 1)
+    assert site.lives(later) == site.lives(before)
+    # The new controller does its work: a worker that dies comes back.
+    victim = next(worker for worker in later.workers if worker.worker_id == "decode-1")
+    os.kill(victim.status.pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while site.lives(view := await site.settled(1, 2))["decode-1"] == victim.incarnation:
+            await asyncio.sleep(0.1)
+    assert {key: value for key, value in site.lives(view).items() if key != "decode-1"} == {
+        key: value for key, value in site.lives(before).items() if key != "decode-1"
+    }
