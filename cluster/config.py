@@ -26,7 +26,7 @@ from kvstore.errors import InvalidInput
 
 ENV_PREFIX = "GENLOCK_"
 # Read by the command line itself, not settings of the cluster.
-ENV_NOT_SETTINGS = frozenset({"GENLOCK_CONFIG", "GENLOCK_ENDPOINT", "GENLOCK_TOKEN"})
+ENV_NOT_SETTINGS = frozenset({"GENLOCK_CONFIG", "GENLOCK_CA", "GENLOCK_ENDPOINT", "GENLOCK_TOKEN"})
 MASK = "********"
 SECRET_BYTES = 32
 DEFAULT_SOURCE = "default"

@@ -132,6 +132,14 @@ class ApiConfig:
         8000, "Port of the HTTP API; 0: any free one; -1 or empty: off.", low=-1, high=65_535, empty=-1
     )
     max_requests: int = _setting(64, "Most requests that run at once in this gateway.", low=1, high=65_536)
+    tenant_max_requests: int = _setting(
+        0, "Most requests of one tenant at once; max_requests in the tenants file goes before it; 0: no limit.",
+        low=0, high=65_536,
+    )  # fmt: skip
+    queue_ms: int = _setting(
+        0, "How long a request waits for a place where all workers are full; 0: refused at once.", low=0, high=600_000
+    )
+    max_queued: int = _setting(64, "Most requests that wait for a place; they count as running.", low=1, high=4096)
     retry_after_ms: int = _setting(500, "Retry delay told to a refused caller.", low=1, high=600_000)
     max_prompt_bytes: int = _setting(2 << 20, "Longest prompt text, all messages together.", low=1, high=256 << 20)
     max_message_bytes: int = _setting(16 << 20, "Longest request message on the wire.", low=1 << 10, high=512 << 20)
@@ -146,7 +154,8 @@ class ApiConfig:
 @dataclass(frozen=True)
 class TlsConfig:
     cert_file: str = _setting(
-        "", "Certificate (PEM) of this process; with it everything speaks TLS. Between workers, gateways and controller "
+        "",
+        "Certificate (PEM) of this process; with it everything speaks TLS. Between workers, gateways and controller "
         "both sides show one; it must carry the name genlock.internal.",
     )  # fmt: skip
     key_file: str = _setting("", "Key (PEM) of tls.cert_file.")

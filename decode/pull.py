@@ -31,13 +31,12 @@ from wire.convert import (
     first_token_from_proto,
     ticket_to_proto,
 )
+from wire.dial import Channels
 from wire.errors import from_rpc
-from wire.options import open_channel
 from wire.tracing import NO_SPAN, OK, Span, Trail, no_trail
 
 RELEASE_TIMEOUT_S = 2.0
 POOL_TIMEOUT_S = 5.0  # a prefill worker tells of its pool at once
-MAX_CHANNELS = 1024
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Handoffs:
     hooks: PullHooks = field(default_factory=PullHooks)
     # Exchanges with new peers run here, so that one that hangs keeps no request's pull waiting. None: on `executor`.
     prover: Executor | None = None
-    _channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+    channels: Channels = field(default_factory=Channels)
 
     async def run(
         self,
@@ -109,17 +108,11 @@ class Handoffs:
         return PeerVerdict(worker, export.incarnation, True)
 
     async def stub(self, endpoint: str) -> worker_pb2_grpc.PrefillServiceAsyncStub:
-        """Over the one channel to `endpoint`; beyond MAX_CHANNELS the one that was used longest ago is closed."""
-        channel = self._channels.pop(endpoint, None) or open_channel(endpoint)
-        self._channels[endpoint] = channel
-        if len(self._channels) > MAX_CHANNELS:
-            await self._channels.pop(next(iter(self._channels))).close(None)
-        return worker_pb2_grpc.PrefillServiceStub(channel)
+        """Over the one channel to `endpoint`."""
+        return worker_pb2_grpc.PrefillServiceStub(await self.channels.get(endpoint))
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close(None)
+        await self.channels.close()
 
 
 class _Attempt:

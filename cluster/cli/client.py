@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -14,10 +16,12 @@ from google.protobuf.message import Message
 from cluster.cli.main import Unreachable
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
+from kvstore.errors import InvalidInput
 from wire.calls import answer, responses
 from wire.options import MAX_MESSAGE_BYTES, channel_options
 
 T = TypeVar("T")
+CA_VARIABLE = "GENLOCK_CA"
 CONNECT_TIMEOUT_S = 3.0
 
 
@@ -55,18 +59,34 @@ class Client:
 
 @asynccontextmanager
 async def connect(endpoint: str, token: str | None, timeout_s: float) -> AsyncIterator[Client]:
-    """A client of the cluster at `endpoint`. Raises Unreachable when nobody answers there."""
+    """A client of the cluster at `endpoint`, over TLS where GENLOCK_CA names the certificates to trust. Raises
+    Unreachable when nobody answers there."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    options = channel_options(MAX_MESSAGE_BYTES)
-    async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
+    async with open_front(endpoint, os.environ.get(CA_VARIABLE, "")) as channel:
         try:
             async with asyncio.timeout(min(CONNECT_TIMEOUT_S, timeout_s)):
                 await channel.channel_ready()
         except TimeoutError:
             raise Unreachable(
-                f"no cluster at {endpoint}: start one with `genlock up`, or name another with --endpoint"
+                f"no cluster at {endpoint}: start one with `genlock up`, or name another with --endpoint{_about_tls()}"
             ) from None
         yield Client(channel, metadata, timeout_s)
+
+
+def _about_tls() -> str:
+    return "" if os.environ.get(CA_VARIABLE) else f"; where it speaks TLS, name its CA in {CA_VARIABLE}"
+
+
+def open_front(endpoint: str, ca_file: str) -> grpc.aio.Channel:
+    """A channel to a front door. Raises InvalidInput (`bad_ca_file`)."""
+    options = channel_options(MAX_MESSAGE_BYTES)
+    if not ca_file:
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    try:
+        roots = Path(ca_file).read_bytes()
+    except OSError as error:
+        raise InvalidInput("bad_ca_file", f"{CA_VARIABLE}: {ca_file} cannot be read: {error}", field="ca") from error
+    return grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(roots), options=options)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

@@ -29,6 +29,7 @@ Examples:
   genlock up --prefill 1 --decode 2 --port 50051
   genlock up --model /models/my-model --set cache.page_tokens=64
   genlock up --config cluster.yaml
+  genlock up --tls
 
 \b
 Ctrl-C drains and stops; a second Ctrl-C does not wait for running requests."""
@@ -37,10 +38,14 @@ Ctrl-C drains and stops; a second Ctrl-C does not wait for running requests."""
 @click.option("--host", help="Address of the gateway.")
 @click.option("--port", type=int, help="Port of the gateway; 0 is any free one.")
 @click.option("--http-port", type=int, help="Port of the OpenAI-compatible API; 0 is any free one, -1 is off.")
+@click.option("--tls", is_flag=True, help="TLS at both doors and between workers, with certificates of a CA made here.")
+@click.option("--tls-folder", type=click.Path(file_okay=False, path_type=Path),
+              help="Where --tls keeps them. Default: ~/.local/state/genlock/tls")  # fmt: skip
 @settings_options
 def command(
     in_process: bool, prefill: int | None, decode: int | None, model: str | None, engine: str | None,
-    host: str | None, port: int | None, http_port: int | None, config_file: Path | None, assignments: tuple[str, ...],
+    host: str | None, port: int | None, http_port: int | None, tls: bool, tls_folder: Path | None,
+    config_file: Path | None, assignments: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Starts workers and a gateway on this machine and serves until Ctrl-C. Printed to stdout: the gRPC endpoint, then
     the base URL of the OpenAI-compatible API."""
@@ -51,6 +56,7 @@ def command(
         # One option for both doors; a setting for each.
         "api.http_host": host,
         "api.http_port": http_port,
+        **(tls_flags(tls_folder, host) if tls or tls_folder else {}),
     }
     config = load_settings(config_file, assignments, flags).config
     from cluster.launch.logs import start_logging
@@ -67,6 +73,20 @@ def cluster_flags(prefill: int | None, decode: int | None, model: str | None, en
         "workers.decode": decode,
         "transfer.engine": engine,
     }
+
+
+def tls_flags(folder: Path | None, host: str | None) -> dict[str, object]:
+    """Makes certificates, and names them as settings."""
+    import datetime
+
+    from cluster.cli.client import CA_VARIABLE
+    from cluster.devca import make
+
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    hosts = [host] if host and host not in ("0.0.0.0", "::") else []
+    made = make(folder or state / "genlock" / "tls", hosts, datetime.datetime.now(datetime.UTC))
+    click.echo(f"For clients: export {CA_VARIABLE}={made.ca}", err=True)
+    return {"tls.cert_file": str(made.cert), "tls.key_file": str(made.key), "tls.ca_file": str(made.ca)}
 
 
 def model_flags(model: str | None) -> dict[str, object]:

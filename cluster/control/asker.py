@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import grpc.aio
-
 from cluster.control.state import Told
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import DeadlineExceeded
 from wire.calls import answer
-from wire.options import open_channel
-
-MAX_CHANNELS = 1024
+from wire.dial import Channels, Dialer
 
 
 class GrpcAsker:
-    def __init__(self) -> None:
-        self._channels: dict[str, grpc.aio.Channel] = {}
+    def __init__(self, dialer: Dialer | None = None) -> None:
+        self._channels = Channels(dialer)
 
     async def status(self, endpoint: str, timeout_ms: int) -> worker_pb2.WorkerStatus:
         stub = await self._stub(endpoint)
@@ -33,25 +29,15 @@ class GrpcAsker:
                 raise
 
     async def check(self, endpoint: str, prefill_endpoint: str, prefill_worker: str, timeout_ms: int) -> None:
-        stub = worker_pb2_grpc.DecodeServiceStub(await self._channel(endpoint))
+        stub = worker_pb2_grpc.DecodeServiceStub(await self._channels.get(endpoint))
         request = worker_pb2.CheckPeerRequest(prefill_endpoint=prefill_endpoint, prefill_worker=prefill_worker)
         await answer(stub.CheckPeer(request, timeout=timeout_ms / 1000))
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close(None)
+        await self._channels.close()
 
     async def _stub(self, endpoint: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
-        return worker_pb2_grpc.WorkerServiceStub(await self._channel(endpoint))
-
-    async def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        """The one channel to `endpoint`; beyond MAX_CHANNELS the one that was used longest ago is closed."""
-        channel = self._channels.pop(endpoint, None) or open_channel(endpoint)
-        self._channels[endpoint] = channel
-        if len(self._channels) > MAX_CHANNELS:
-            await self._channels.pop(next(iter(self._channels))).close(None)
-        return channel
+        return worker_pb2_grpc.WorkerServiceStub(await self._channels.get(endpoint))
 
 
 def told_of(

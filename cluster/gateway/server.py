@@ -17,6 +17,7 @@ from cluster.gateway.service import InferenceService
 from cluster.gateway.state import GatewayState
 from cluster.roles import Role
 from cluster.settings import Config
+from cluster.tls import dialer_of, front_tls
 from genlock.v1 import inference_pb2, inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
 from wire.health import LIVENESS, READINESS
@@ -46,8 +47,10 @@ class Gateway:
         checks: StreamChecks | None = None,
     ) -> None:
         self.state = GatewayState(
-            config, served, sources, authenticator=authenticator, checks=checks, version=app_version()
-        )
+            config, served, sources, authenticator=authenticator, checks=checks, version=app_version(),
+            dialer=dialer_of(config.tls),
+        )  # fmt: skip
+        self._tls = front_tls(config.tls)
         self.endpoint = ""
         # Where Prometheus finds this process; "" where that is off.
         self.metrics_endpoint = ""
@@ -72,7 +75,7 @@ class Gateway:
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         host = self._config.api.host
         try:
-            port = server.add_insecure_port(f"{host}:{self._config.api.port}")
+            port = self._listen(server, f"{host}:{self._config.api.port}")
         except RuntimeError as error:
             raise Unavailable(
                 "port_taken",
@@ -91,6 +94,12 @@ class Gateway:
         self._poller.start()
         self.endpoint = f"{host}:{port}"
         return self.endpoint
+
+    def _listen(self, server: grpc.aio.Server, address: str) -> int:
+        if self._tls is None:
+            return server.add_insecure_port(address)
+        ask_callers = bool(self._config.tls.client_ca_file)
+        return server.add_secure_port(address, self._tls.server_credentials(ask_peers=ask_callers))
 
     async def stop(self, grace_ms: int = 0) -> None:
         """Refuses new requests, lets running ones end for at most `grace_ms`, then ends the rest as Unavailable."""

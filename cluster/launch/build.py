@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import grpc.aio
 import torch
@@ -20,6 +21,7 @@ from cluster.launch.telemetry import WorkerTelemetry, read_worker
 from cluster.launch.telling import heartbeat_of
 from cluster.registry.heartbeat import Heartbeat
 from cluster.roles import Role
+from cluster.tls import dialer_of
 from decode.core import DecodeCore, DecodeLimits
 from decode.engine import DecodeEngine, DecodeHooks
 from decode.peers import PeerTable
@@ -46,6 +48,7 @@ from model.sampler import SampledToken
 from prefill.core import PrefillCore, PrefillLimits
 from prefill.engine import PrefillEngine, PrefillHooks
 from prefill.service import PrefillService
+from wire.dial import Channels
 from wire.health import HealthLimits, WorkerHealth
 from wire.metrics import WorkerReading
 from wire.options import server_options
@@ -85,6 +88,7 @@ class BuiltWorker:
 
     def __init__(self, spec: WorkerSpec, tuning: WorkerTuning = NO_TUNING) -> None:
         self.spec = replace(spec, host=own_address(spec.host))
+        self.dialer = dialer_of(spec.config.tls)
         self.tuning = tuning
         self.endpoint = ""
         self.guard: Guard
@@ -119,7 +123,7 @@ class BuiltWorker:
             servicer = self._build_prefill(model, runner)
         else:
             servicer = self._build_decode(model, runner)
-        server = grpc.aio.server(options=server_options())
+        server = grpc.aio.server(interceptors=self.dialer.interceptors(), options=server_options())
         if isinstance(servicer, PrefillService):
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
         else:
@@ -129,7 +133,9 @@ class BuiltWorker:
         config = self.spec.config
         limits = HealthLimits(config.workers.stall_ms, config.workers.stall_ms + config.control.kill_ms)
         health_pb2_grpc.add_HealthServicer_to_server(WorkerHealth(self.facts, limits), server)
-        port = first_free(server.add_insecure_port, self.spec.host, self.spec.port or self.spec.config.workers.port)
+        port = first_free(
+            partial(self.dialer.listen, server), self.spec.host, self.spec.port or self.spec.config.workers.port
+        )
         self._server = server
         if isinstance(self.engine, DecodeEngine):
             self.engine.start(loop)
@@ -265,6 +271,7 @@ class BuiltWorker:
         self._handoffs = Handoffs(
             self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry(), prover), self._executor,
             self.tuning.clock, timeout_ms, info.vocab_size, self.tuning.pull, self._prover,
+            Channels(self.dialer),
         )  # fmt: skip
         self.engine = DecodeEngine(
             core, runner, self.guard, receiver, self._handoffs, info.eos_token_ids, self.tuning.clock,

@@ -17,6 +17,7 @@ from cluster.registry.base import Registry
 from cluster.registry.make import is_shared
 from cluster.roles import Role
 from cluster.settings import Config
+from cluster.tls import dialer_of
 
 
 def spec_of(config: Config, role: Role, worker_id: str) -> WorkerSpec:
@@ -104,4 +105,4 @@ def make_controller(config: Config, registry: Registry, hands: LauncherHands) ->
     )
     clocks = Clocks(lambda: time.monotonic() * 1000, lambda: int(time.time() * 1000))
     seed = (workers.prefill, workers.decode)
-    return Controller(policy_of(config), times, registry, hands, GrpcAsker(), clocks, seed)
+    return Controller(policy_of(config), times, registry, hands, GrpcAsker(dialer_of(config.tls)), clocks, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable, Generator
 
@@ -13,12 +14,15 @@ import uvicorn
 from cluster.gateway.state import GatewayState
 from cluster.openai.app import make_app
 from cluster.openai.connection import BoundedConnection
+from cluster.tls import front_tls
 from kvstore.errors import Unavailable
+from wire.tls import TlsSource
 
 OFF = -1
 BACKLOG = 256
 IDLE_CONNECTION_S = 60
 STOP_S = 1
+RENEW_S = 2.0
 MAX_HEAD_BYTES = 32 << 10
 
 
@@ -30,12 +34,15 @@ class HttpDoor:
         self._unix_s = unix_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listens and returns the API's base URL; "" when `api.http_port` is off. Raises Unavailable (`port_taken`)."""
+        """Listens and returns the API's base URL; "" when `api.http_port` is off. Raises Unavailable (`port_taken`),
+        InvalidInput (`bad_tls_files`)."""
         api = self._state.config.api
         if api.http_port == OFF:
             return ""
+        tls = front_tls(self._state.config.tls)
         listener = _listen(api.http_host, api.http_port)
         config = uvicorn.Config(
             make_app(self._state, self._unix_s),
@@ -52,6 +59,11 @@ class HttpDoor:
             timeout_graceful_shutdown=STOP_S,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
+        if tls is not None:
+            # After `load`, which would make a context of its own from file names.
+            config.load()
+            config.ssl = tls.ssl_context()
+            self._renewing = asyncio.create_task(_renew(tls, config.ssl), name="http certificates")
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http door")
         while not self._server.started and not self._serving.done():
@@ -59,15 +71,27 @@ class HttpDoor:
         if self._serving.done():
             await self._serving
         host, port = listener.getsockname()[:2]
-        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+        scheme = "http" if tls is None else "https"
+        return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
 
     async def stop(self) -> None:
         """Takes no more connections, lets answers that are being written end for a moment, ends the rest."""
         server, self._server = self._server, None
         serving, self._serving = self._serving, None
+        renewing, self._renewing = self._renewing, None
+        if renewing is not None:
+            renewing.cancel()
         if server is not None and serving is not None:
             server.should_exit = True
             await serving
+
+
+async def _renew(tls: TlsSource, context: ssl.SSLContext) -> None:
+    """New connections are greeted with the files as they are."""
+    generation = tls.current().generation
+    while True:
+        await asyncio.sleep(RENEW_S)
+        generation = tls.refresh(context, generation)
 
 
 class _Server(uvicorn.Server):

@@ -84,6 +84,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     # No room.
     "gateway_full": ("RESOURCE_EXHAUSTED", "This gateway runs api.max_requests requests already.", _BUSY, True),
     "tenant_full": ("RESOURCE_EXHAUSTED", "This tenant has as many requests running as it may.", _BUSY, True),
+    "waiting_room_full": (
+        "RESOURCE_EXHAUSTED", "All workers are full, and api.max_queued requests wait for a place.", _BUSY, True),
     "decode_full": ("RESOURCE_EXHAUSTED", "All ready decode workers hold as many requests as they may.", _BUSY, True),
     "prefill_full": ("RESOURCE_EXHAUSTED", "All ready prefill workers hold as many requests as they may.", _BUSY, True),
     "pairs_full": ("RESOURCE_EXHAUSTED", "All proved pairs of workers are full.", _BUSY, True),
@@ -206,6 +208,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                       "Start one with `genlock controller`, or use `genlock up`.", True),
     "helm_failed": ("UNAVAILABLE", "The chart could not be rendered.", _START, False),
     "no_helm": ("UNAVAILABLE", "The chart's renderer is not installed.", "pip install 'genlock[deploy]'", False),
+    "peer_not_a_part": ("UNAUTHENTICATED", "The caller's certificate does not carry the name genlock.internal.",
+                        "Workers talk to parts of the cluster alone; clients use a gateway.", False),
     # Time.
     "deadline_exceeded": ("DEADLINE_EXCEEDED", "The request's deadline passed; its pages are free again.",
                           "Ask for fewer tokens or give more time.", True),
@@ -222,6 +226,9 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                        False),
     "not_an_operator": ("PERMISSION_DENIED", "The credential may use the model, not the fleet.",
                         "Use an operator's credential.", False),
+    "priority_not_allowed": (
+        "PERMISSION_DENIED", "The request asks for a priority above its tenant's max_priority.",
+        "Send a lower x-priority, or raise max_priority in the tenants file.", False),
     "operator_only": ("PERMISSION_DENIED", "The credential may use the fleet, not the model.",
                       "Use a tenant's credential.", False),
     "unknown_worker": ("NOT_FOUND", "No worker has that name.", "`genlock get workers` lists them.", False),
