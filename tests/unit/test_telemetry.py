@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import fields
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -108,7 +109,9 @@ def gateway_metrics() -> GatewayMetrics:
     from cluster.gateway.fleet import Fleet
     from cluster.gateway.metrics import GatewayReading
 
-    return GatewayMetrics(lambda: GatewayReading("1", "toy", 2, 64, False, Fleet()))
+    counts = {one.name: 0 for one in fields(GatewayReading)}
+    reading = GatewayReading(**{**counts, "version": "1", "model": "toy", "draining": False, "fleet": Fleet()})
+    return GatewayMetrics(lambda: reading)
 
 
 def exposed(registry: CollectorRegistry) -> Scrape:
