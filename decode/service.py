@@ -66,7 +66,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     async def CheckPeer(self, request: worker_pb2.CheckPeerRequest, context: Any) -> worker_pb2.CheckPeerResponse:
         try:
             if not request.prefill_endpoint or not request.prefill_worker:
-                raise InvalidInput("no_prefill_worker", "name the prefill worker to check", field="prefill_endpoint")
+                raise InvalidInput("prefill_not_named", "name the prefill worker to check", field="prefill_endpoint")
             verdict = await self._engine.check_peer(request.prefill_endpoint, request.prefill_worker)
         except GenlockError as error:
             await abort_with(context, error)
@@ -80,7 +80,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         ticket = served_ticket(request.ticket, self._info)
         trail.set(prompt_tokens=ticket.prompt_tokens)
         if not request.prefill_endpoint or not request.prefill_worker:
-            raise InvalidInput("no_prefill_worker", "the router named no prefill worker", field="prefill_endpoint")
+            raise InvalidInput("prefill_not_named", "the router named no prefill worker", field="prefill_endpoint")
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[SampledToken | Ended | GenlockError] = asyncio.Queue()
 

@@ -206,6 +206,14 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "registry_newer": ("UNAVAILABLE", "The registry was written by a newer version.", "Upgrade this process.", False),
     "no_controller": ("UNAVAILABLE", "No controller is known that could change the fleet.",
                       "Start one with `genlock controller`, or use `genlock up`.", True),
+    "controller_silent": ("UNAVAILABLE", "The controller's actor does not answer; workers and requests go on.",
+                          "Wait for Ray to restart it; look at its log.", True),
+    "controller_not_serving": ("UNAVAILABLE", "The controller's actor is there and did not get to serve.",
+                               "Look at its log: the registry and Ray must be reachable.", True),
+    "name_taken": ("UNAVAILABLE", "An actor of this name is there and is not one of this cluster's.",
+                   "Set control.ray_namespace to a name of its own.", False),
+    "registry_failed": ("UNAVAILABLE", "The registry answered with an error of its own.",
+                        "Look at the Redis server: memory, rights, a key of another type.", True),
     "helm_failed": ("UNAVAILABLE", "The chart could not be rendered.", _START, False),
     "no_helm": ("UNAVAILABLE", "The chart's renderer is not installed.", "pip install 'genlock[deploy]'", False),
     "peer_not_a_part": ("UNAUTHENTICATED", "The caller's certificate does not carry the name genlock.internal.",
@@ -213,6 +221,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     # Time.
     "deadline_exceeded": ("DEADLINE_EXCEEDED", "The request's deadline passed; its pages are free again.",
                           "Ask for fewer tokens or give more time.", True),
+    "wait_timeout": ("DEADLINE_EXCEEDED", "What was asked for is not done in the time that was waited; it goes on.",
+                     "Look with `genlock get workers`; wait longer with --wait-timeout.", False),
     "start_timeout": ("DEADLINE_EXCEEDED", "A worker did not start in workers.start_timeout_ms.",
                       "Read its log, or raise workers.start_timeout_ms.", False),
     "body_timeout": ("DEADLINE_EXCEEDED", "The HTTP body did not come in time.", "Send the body without pauses.", True),
@@ -268,10 +278,10 @@ _SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
 _PLAIN_INPUT = frozenset(
     """answer_too_long body_too_large context_exceeded context_too_long empty_prompt fault_not_possible
     format_not_built fp16_unavailable malformed_request method_not_allowed model_differs model_not_installed
-    no_matplotlib no_secret no_shared_registry no_such_file no_ticket nothing_named order_not_built other_engine
-    other_layout other_protocol page_out_of_range prompt_too_long record_newer second_ticket slot_bytes_differ
-    slot_twice text_too_long token_out_of_range tokenizer_differs too_many_pages tools_unsupported
-    tracing_not_installed triton_missing unserved_layout weak_secret peer_refused""".split()  # noqa: SIM905  # a list of words reads better so
+    no_matplotlib no_ray_cluster no_secret no_shared_registry no_such_file no_ticket nothing_named order_not_built
+    other_engine other_layout other_protocol page_out_of_range peer_refused prefill_not_named prompt_too_long
+    record_newer second_ticket slot_bytes_differ slot_twice text_too_long token_out_of_range tokenizer_differs
+    too_many_pages tools_unsupported tracing_not_installed triton_missing unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
 )
 _LIFECYCLE = frozenset(
     """double_free generation_exhausted handoff_exists header_not_own not_open not_owner not_sealed page_busy
