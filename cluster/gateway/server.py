@@ -134,11 +134,12 @@ class Gateway:
         of a page. Raises Unavailable that says what is missing."""
         try:
             async with asyncio.timeout(timeout_ms / 1000):
-                while not self.state.fleet.serving():
-                    await self._poller.look()
-                    while self._poller.checking:
+                while self._poller.checking or not self.state.fleet.serving():
+                    if self._poller.checking:
                         await asyncio.sleep(0.005)
-                    if not self.state.fleet.serving():
+                        continue
+                    await self._poller.look()
+                    if not (self._poller.checking or self.state.fleet.serving()):
                         await asyncio.sleep(0.05)
         except TimeoutError as error:
             if self.state.fleet.serving():
