@@ -231,6 +231,8 @@ class Soak:
         restarts = 0
         try:
             await cluster.start()
+            gc.collect()
+            gc.freeze()  # what is there now stays; looking through it at each sample would take most of the time
             begin = time.monotonic()
             every = SAMPLES // (self._settings.restarts + 1)
             for number, wave in enumerate(waves(self._settings), 1):
@@ -244,6 +246,7 @@ class Soak:
             if left := await cluster.empty_cache():
                 self._not_back.append(left)
         finally:
+            gc.unfreeze()
             await cluster.stop()
         return self._report(seconds, restarts)
 

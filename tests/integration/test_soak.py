@@ -27,6 +27,7 @@ async def test_a_table_that_keeps_one_entry_a_request_fails_the_soak(monkeypatch
         self.__dict__.setdefault("kept", []).append(outcome.request_no)
 
     monkeypatch.setattr(DecodeEngine, "_finish", leaking)
-    report = await Soak(SoakSettings(requests=300, restarts=0), lambda text, share: None).run()
-    assert [j.name for j in report.series if not j.flat] == ["DecodeEngine.kept"]
-    assert report.ok == 300
+    report = await Soak(SoakSettings(requests=150, restarts=0), lambda text, share: None).run()
+    assert "DecodeEngine.kept" in {j.name for j in report.series if not j.flat}
+    assert report.ok == 150
+    assert report.pages_back
