@@ -103,6 +103,8 @@ class Controller:
         # Called after each turn that changed a row, with the rows before and after.
         self.on_change: Callable[[State, State], None] = lambda _before, _after: None
         self.surprises = 0
+        # A later life of the controller has begun: this one decides nothing any more.
+        self.superseded = False
         # What the registry's last failure was; empty: it answers.
         self.registry_error = ""
         self._times = times
@@ -222,6 +224,8 @@ class Controller:
             wanted = await self._read_desired()
             if wanted.revision > self.state.desired.revision:
                 self.state = replace(self.state, desired=wanted)
+        if self.superseded:
+            return
         before = self.state
         heard = [self._heard.popleft() for _ in range(len(self._heard))]
         after, actions = reconcile(before, int(self.clocks.now_ms()), heard)
@@ -245,6 +249,10 @@ class Controller:
             self.registry_error = error.message
             raise
         self.registry_error = ""
+        if stored.controller_starts > ours.controller_starts:
+            self.superseded = True
+        if self.superseded:
+            raise Unavailable("superseded", "a later life of the controller has taken over: ask that one")
         return stored
 
     def _sweep(self) -> None:

@@ -86,10 +86,10 @@ class ControllerService:
             raise Unavailable(
                 "port_taken", f"cannot listen on {host}:{config.control.port}: choose another", field="control.port"
             ) from error
+        self._controller, self._operations, self._server = controller, operations, server
         await self._launcher.open([])
         operations.endpoint = f"{host}:{port}"
         await controller.start(endpoint=operations.endpoint)
-        self._controller, self._operations, self._server = controller, operations, server
         operations.start()
         await server.start()
         for name in ("", "readiness", "liveness"):

@@ -33,6 +33,7 @@ SETTINGS = {
     "workers.status_poll_ms": 200,
     "workers.resources": "work=1",
     "control.drain_open_ms": 600,
+    "workers.drain_timeout_ms": 120_000,
     "registry.poll_ms": 200,
 }
 
@@ -161,3 +162,11 @@ async def test_controller_and_head_die_and_serving_goes_on(site: Site):
     assert {key: value for key, value in site.lives(view).items() if key != "decode-1"} == {
         key: value for key, value in site.lives(before).items() if key != "decode-1"
     }
+
+    # --- a drain under load, by that controller: nobody loses a request
+    names = [f"drain {number}" for number in range(4)]
+    tasks = [await site.long_request(name) for name in names]
+    await site.operator.Scale(pb.ScaleRequest(decode=1), timeout=30)
+    await site.settled(1, 1)
+    for name, reply in zip(names, await asyncio.gather(*tasks), strict=True):
+        assert site.subject.right(site.subject.prompt(name), reply), reply.error

@@ -146,6 +146,24 @@ async def test_a_registry_that_is_away_stops_changes_and_nothing_else():
         assert len(world.fleet.workers) == 2
 
 
+async def test_an_earlier_life_of_the_controller_that_still_runs_decides_nothing():
+    fleet, registry = FakeFleet(), MemoryRegistry(now_ms)
+    async with World(fleet, registry) as old:
+        await old.settled()
+        async with World(FakeFleet(), registry) as new:
+            async with asyncio.timeout(10):
+                while not old.controller.superseded:
+                    await asyncio.sleep(0.005)
+            fleet.done.clear()
+            fleet.die("decode-0")
+            await asyncio.sleep(0.1)
+            assert fleet.done == []
+            with pytest.raises(Unavailable, match="later life"):
+                await old.operations.scale(None, 2, ME)
+            await new.operations.scale(None, 2, ME)
+            await new.settled()
+
+
 async def test_a_turn_that_raises_is_survived():
     async with World() as world:
         await world.settled()
