@@ -126,6 +126,11 @@ class Arena:
         """SIGCONT."""
         _signal(self._pids[worker_id], signal.SIGCONT)
 
+    @property
+    def dead(self) -> set[str]:
+        """Workers that died by themselves and have no other life yet."""
+        return set(self._dead)
+
     async def rescued(self) -> None:
         """Waits until every worker that died by itself has another life, or none could be begun."""
         await asyncio.gather(*self._rescues)
@@ -176,6 +181,8 @@ class Arena:
         """What each of these workers that is not at its baseline still holds; empty when every page is back."""
 
         async def look(worker_id: str) -> str:
+            if worker_id not in self._endpoints:
+                return f"{worker_id}: is starting"
             try:
                 return unsettled(await self.status(worker_id))
             except grpc.aio.AioRpcError as error:

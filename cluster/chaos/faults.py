@@ -36,20 +36,24 @@ class Saboteur:
         self.done: Counter[str] = Counter()
         self.kills = 0
         self.errors: list[str] = []
-        self.broken: set[str] = set()  # workers that are under a fault now
+        self._holds: Counter[str] = Counter()  # faults that hold a worker now
+
+    @property
+    def broken(self) -> set[str]:
+        """Workers that are under a fault now."""
+        return {name for name, count in self._holds.items() if count}
 
     async def carry_out(self, fault: PlannedFault) -> None:
         """Waits for the fault's time, breaks, waits, heals. Never raises for what the cluster answers."""
         await asyncio.sleep(fault.at_ms / 1000)
-        if fault.target:
-            self.broken.add(fault.target)
+        self._holds[fault.target] += 1
         try:
             await self._work(fault)
             self.done[fault.kind.value] += 1
         except Exception as error:
             self.errors.append(f"{fault.kind.value} of {fault.target or 'all'}: {error!r}"[:300])
         finally:
-            self.broken.discard(fault.target)
+            self._holds[fault.target] -= 1
 
     async def _work(self, fault: PlannedFault) -> None:
         if fault.kind in _IN_THE_LOAD:

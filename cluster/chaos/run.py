@@ -188,7 +188,7 @@ class ChaosRun:
             await crowd.run(played.asks, sent, ended)
             # Timed on the workers that no fault holds now; those have to be back, too, once they are healed.
             begin = time.monotonic()
-            await self._settle(arena, lambda: set(arena.names) - saboteur.broken)
+            await self._settle(arena, lambda: set(arena.names) - saboteur.broken - arena.dead)
             self._back_ms.append((time.monotonic() - begin) * 1000)
             await asyncio.gather(*faults)
             await arena.rescued()
