@@ -80,7 +80,7 @@ class NamedPlace:
         server = grpc.aio.server(options=server_options())
         status = WorkerStatusService(
             lambda: worker_pb2.WorkerStatus(worker_id=self.worker_id, role=self.role.value, pid=os.getpid()),
-            lambda: None,
+            lambda _open_ms: None,
             lambda: True,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(status, server)
