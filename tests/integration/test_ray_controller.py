@@ -22,7 +22,7 @@ from tests.support.valkey import Valkey
 from wire.options import open_channel
 
 WAIT_S = 240.0
-LONG = 300
+LONG = 200
 SETTINGS = {
     "model.name": "probe",
     "cluster.secret": "ab" * 16,
@@ -129,7 +129,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(900)
 async def test_controller_and_head_die_and_serving_goes_on(site: Site):
     # --- the target is changed, then the controller's process is killed while a request runs
     scaled = await site.operator.Scale(pb.ScaleRequest(decode=2), timeout=30)

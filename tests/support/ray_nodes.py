@@ -42,7 +42,9 @@ class RayNodes:
         self._commands: list[subprocess.Popen[bytes]] = []
 
     async def start_head(self) -> None:
-        """`head_mark` tells its processes from the node's."""
+        """Also again, after `kill_head`, at the same address."""
+        # Both nodes are on this host: Ray takes the node's traces of the former head for a head that still runs.
+        (self.folder / "ray_current_cluster").unlink(missing_ok=True)
         await self._start("head", "--head", f"--port={self.port}", "--num-cpus=1", "--include-dashboard=false")
 
     async def start_node(self) -> None:
