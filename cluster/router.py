@@ -2,10 +2,16 @@
 
 Outstanding tokens are what this gateway has sent to a worker and has not seen finished: prompt tokens at prefill until
 the first token came, prompt and at most generated tokens at decode until the stream ended.
+
+A request may carry an affinity. Requests of one affinity go to one pair while that pair may serve them, so that they
+find the pages of earlier ones in its prefix cache. Each worker has a score for each affinity (rendezvous hashing), and
+the best one of those that are ready and proved is taken: a worker that leaves moves its own affinities and no other. An
+affinity is a wish; where its pair is full, the load decides.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -37,15 +43,26 @@ class Route:
     prefill: WorkerView
 
 
-def route(workers: Iterable[WorkerView], *, retry_after_ms: int = 500) -> Route:
+def affinity_of(tenant: str, key: str) -> bytes:
+    """16 bytes for one tenant's key; keys of two tenants are two affinities, whatever they are called."""
+    # The length keeps the border between tenant and key.
+    tenant_bytes = tenant.encode()
+    text = len(tenant_bytes).to_bytes(4, "little") + tenant_bytes + key.encode()
+    return hashlib.blake2b(text, digest_size=16, person=b"affinity").digest()
+
+
+def route(workers: Iterable[WorkerView], *, retry_after_ms: int = 500, affinity: bytes = b"") -> Route:
     """The decode and the prefill worker for one request.
 
-    Least outstanding tokens, then fewest requests, then the smaller worker id. The prefill worker has the layout of
-    the decode worker and is proved to it. Raises Unavailable (reason `no_prefill_worker`, `no_decode_worker`,
-    `no_matching_layout` or `no_proved_pair`) when nobody is ready, NoCapacity (`prefill_full`, `decode_full`,
-    `pairs_full`) when all who are ready are full.
+    With an `affinity`, its pair where that has room. Else least outstanding tokens, then fewest requests, then the
+    smaller worker id. The prefill worker has the layout of the decode worker and is proved to it. Raises Unavailable
+    (reason `no_prefill_worker`, `no_decode_worker`, `no_matching_layout` or `no_proved_pair`) when nobody is ready,
+    NoCapacity (`prefill_full`, `decode_full`, `pairs_full`) when all who are ready are full.
     """
     fleet = tuple(workers)
+    kept = _pair_of(fleet, affinity) if affinity else None
+    if kept is not None and has_room(kept.decode) and has_room(kept.prefill):
+        return kept
     decoders = _open(fleet, Role.DECODE, retry_after_ms)
     prefillers = _open(fleet, Role.PREFILL, retry_after_ms)
     for decode in decoders:
@@ -73,12 +90,14 @@ def route(workers: Iterable[WorkerView], *, retry_after_ms: int = 500) -> Route:
     )
 
 
-def route_many(workers: Iterable[WorkerView], tokens: int, count: int, *, retry_after_ms: int = 500) -> list[Route]:
+def route_many(
+    workers: Iterable[WorkerView], tokens: int, count: int, *, retry_after_ms: int = 500, affinity: bytes = b""
+) -> list[Route]:
     """Routes for `count` requests of `tokens` each, every one seeing the load of those before it. All or nothing."""
     fleet = {worker.worker_id: worker for worker in workers}
     routes: list[Route] = []
     for _ in range(count):
-        chosen = route(fleet.values(), retry_after_ms=retry_after_ms)
+        chosen = route(fleet.values(), retry_after_ms=retry_after_ms, affinity=affinity)
         routes.append(chosen)
         for worker in (chosen.decode, chosen.prefill):
             fleet[worker.worker_id] = replace(
@@ -87,6 +106,29 @@ def route_many(workers: Iterable[WorkerView], tokens: int, count: int, *, retry_
                 outstanding_requests=worker.outstanding_requests + 1,
             )
     return routes
+
+
+def _pair_of(fleet: tuple[WorkerView, ...], affinity: bytes) -> Route | None:
+    """The pair of an affinity among the pairs that may serve, full or not; None when there is no such pair.
+
+    The prefill worker is chosen first: it keeps the prefix cache, and stays when another decode worker must be found.
+    """
+    pairs = [pair for pair in _ready_pairs(fleet) if same_layout(*pair) and proved(*pair)]
+    if not pairs:
+        return None
+    prefill = max((pair[1] for pair in pairs), key=lambda worker: _score(affinity, worker))
+    decode = max((d for d, p in pairs if p.worker_id == prefill.worker_id), key=lambda worker: _score(affinity, worker))
+    return Route(decode, prefill)
+
+
+def _score(affinity: bytes, worker: WorkerView) -> tuple[bytes, str]:
+    digest = hashlib.blake2b(worker.worker_id.encode(), key=affinity, digest_size=8, person=worker.role.value.encode())
+    return digest.digest(), worker.worker_id
+
+
+def has_room(worker: WorkerView) -> bool:
+    """Whether it may be given one more request."""
+    return worker.outstanding_requests < worker.request_limit
 
 
 def _open(fleet: tuple[WorkerView, ...], role: Role, retry_after_ms: int) -> list[WorkerView]:
@@ -98,7 +140,7 @@ def _open(fleet: tuple[WorkerView, ...], role: Role, retry_after_ms: int) -> lis
             f"no {role.value} worker is ready ({known} known); `genlock status` tells why",
             field=f"workers.{role.value}",
         )
-    free = [worker for worker in ready if worker.outstanding_requests < worker.request_limit]
+    free = [worker for worker in ready if has_room(worker)]
     if not free:
         raise NoCapacity(
             f"{role.value}_full",

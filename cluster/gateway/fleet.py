@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -180,8 +180,10 @@ class Fleet:
 class Ledger:
     """Outstanding tokens and requests of one gateway, by worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_free: Callable[[], None] = lambda: None) -> None:
+        """`on_free` is called when a part of a load was given back."""
         self._loads: dict[str, Load] = {}
+        self._on_free = on_free
 
     @property
     def loads(self) -> Mapping[str, Load]:
@@ -199,6 +201,7 @@ class Ledger:
             self._loads[worker_id] = rest
         else:
             del self._loads[worker_id]
+        self._on_free()
 
 
 class Claim:

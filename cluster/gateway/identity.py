@@ -11,10 +11,13 @@ from typing import Protocol
 
 import yaml
 
+from cluster.gateway.queueing import PRIORITIES, Priority
 from kvstore.errors import InvalidInput, Unauthenticated
 
 DEFAULT_TENANT = "default"
 MAX_TOKEN_CHARS = 4096
+MAX_TENANT_REQUESTS = 65_536
+_KEYS = frozenset({"tokens_sha256", "operator", "max_requests", "max_priority"})
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Caller:
     tenant: str
     # May ask what concerns all tenants.
     operator: bool = False
+    # Most requests of this tenant at once; None: what the settings say, 0: no limit of its own.
+    max_requests: int | None = None
+    # The highest priority that its requests may have.
+    max_priority: Priority = Priority.HIGH
 
 
 class Authenticator(Protocol):
@@ -62,26 +69,41 @@ def authenticator_from(text: str, name: str) -> BearerTenants:
     """Reads a tenants file. Raises InvalidInput naming what is wrong.
 
     tenants:
-      acme: {tokens_sha256: [<64 hex digits>, ...], operator: false}
+      acme: {tokens_sha256: [<64 hex digits>, ...], operator: false, max_requests: 32, max_priority: normal}
+
+    All but the digests may be absent: no operator, `api.tenant_max_requests`, every priority.
     """
     try:
         tree = yaml.safe_load(text)
         callers: dict[bytes, Caller] = {}
         for tenant, entry in tree["tenants"].items():
-            unknown = set(entry) - {"tokens_sha256", "operator"}
+            unknown = set(entry) - _KEYS
             if unknown or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
                 raise ValueError(f"tenant {str(tenant)[:64]!r}")
+            caller = _caller(tenant, entry)
             for digest in entry["tokens_sha256"]:
                 if not re.fullmatch(r"[0-9a-fA-F]{64}", digest) or bytes.fromhex(digest) in callers:
                     raise ValueError(f"a token digest of tenant {tenant!r}")
-                callers[bytes.fromhex(digest)] = Caller(tenant, bool(entry.get("operator", False)))
+                callers[bytes.fromhex(digest)] = caller
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidInput(
             "bad_tenants_file",
             f"{name}: {' '.join(str(error).split())[:200]}; expected "
-            "`tenants: {name: {tokens_sha256: [64 hexadecimal digits], operator: false}}` with no token twice",
+            "`tenants: {name: {tokens_sha256: [64 hexadecimal digits], operator: false, max_requests: 32, "
+            "max_priority: normal}}` with no token twice",
             field="api.tenants_file",
         ) from error
     if not callers:
         raise InvalidInput("bad_tenants_file", f"{name} names no token", field="api.tenants_file")
     return BearerTenants(callers)
+
+
+def _caller(tenant: str, entry: Mapping[str, object]) -> Caller:
+    """Raises ValueError naming the field."""
+    most = entry.get("max_requests")
+    if most is not None and (type(most) is not int or not 0 <= most <= MAX_TENANT_REQUESTS):
+        raise ValueError(f"max_requests of tenant {tenant!r} is no number from 0 to {MAX_TENANT_REQUESTS}")
+    priority = PRIORITIES.get(str(entry.get("max_priority", "high")))
+    if priority is None:
+        raise ValueError(f"max_priority of tenant {tenant!r} is none of {', '.join(PRIORITIES)}")
+    return Caller(tenant, bool(entry.get("operator", False)), most, priority)

@@ -64,6 +64,8 @@ class GatewayReading:
     max_running: int
     draining: bool
     fleet: Fleet
+    # Of the running ones, those that have no worker yet because all are full.
+    waiting: int = 0
 
 
 # There from the start, so that a rate sees the first one.
@@ -159,6 +161,9 @@ class _GatewayCollector(Collector):
             requests.add_metric((outcome.value, cause), count)
         yield requests
         yield GaugeMetricFamily("genlock_running_requests", "Requests that run in this gateway.", reading.running)
+        yield GaugeMetricFamily(
+            "genlock_waiting_requests", "Of these, requests for which all workers are full.", reading.waiting
+        )
         yield GaugeMetricFamily(
             "genlock_running_requests_limit", "Most requests that may run at once (api.max_requests).",
             reading.max_running,

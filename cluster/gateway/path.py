@@ -2,7 +2,7 @@
 
 1 identity   the tenant, from the credential
 2 admission  every field, then the prompt's tokens
-3 route      a decode and a prefill worker for each answer
+3 route      a decode and a prefill worker for each answer; where all are full, a wait for them
 4 stream     n calls to decode, their messages as they come
 5 outcome    counted once, whatever happened
 """
@@ -19,8 +19,10 @@ from typing import Protocol
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
 from cluster.gateway.fleet import Claim
+from cluster.gateway.identity import Caller
 from cluster.gateway.running import RequestFacts
 from cluster.gateway.state import GatewayState
+from cluster.gateway.steering import Steering, steering
 from cluster.router import Route, route_many
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
@@ -66,6 +68,7 @@ class Admitted:
 
     draft: Draft
     tenant: str
+    steering: Steering
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     trail: Trail
@@ -109,16 +112,16 @@ class RequestPath:
         """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
         state = self._state
         trail.enter("admit")
-        tenant = state.authenticator.caller(call.metadata()).tenant
+        caller = state.authenticator.caller(call.metadata())
         task = asyncio.current_task()
         assert task is not None
         limit_ms = deadline_ms(state.config.api, call.remaining_s())
         facts = RequestFacts(trail.request_id, received_ms, received_ms + limit_ms)
-        running = state.enter((tenant, call.label), task, facts)
+        running = state.enter(caller, call.label, task, facts)
         ended_with: GenlockError | None = Cancelled("cancelled")
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                await self._run(call, tenant, trail, facts)
+                await self._run(call, caller, trail, facts)
             ended_with = None
         except TimeoutError as error:
             ended_with = DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms")
@@ -136,21 +139,23 @@ class RequestPath:
             ended_with = surprise(unexpected, "a request")
             raise ended_with from None
         finally:
-            state.running.discard(running)
+            state.leave(running)
             state.ended_requests.add(running, ended_with, state.sources.now_ms())
 
-    async def _run(self, call: Call, tenant: str, trail: Trail, facts: RequestFacts) -> None:
+    async def _run(self, call: Call, caller: Caller, trail: Trail, facts: RequestFacts) -> None:
         state = self._state
-        draft = check_request(await call.request(), state.limits, state.config.api)
+        request = await call.request()
+        draft = check_request(request, state.limits, state.config.api)
+        placed = steering(request, call.metadata(), caller)
         token_ids = tuple(await state.encoder.encode(draft.prompt))
         sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
         if not draft.seed_given:
             sampling = replace(sampling, seed=int.from_bytes(state.sources.random_bytes(8), "little"))
-        admitted = Admitted(draft, tenant, token_ids, sampling, trail, facts)
+        admitted = Admitted(draft, caller.tenant, placed, token_ids, sampling, trail, facts)
         trail.set(prompt_tokens=len(token_ids))
         self._log_text("prompt", lambda: b"".join(map(state.served.tokenizer.bytes_of, token_ids)))
         with ExitStack() as cleanup:
-            choices = self._open(admitted, cleanup)
+            choices = await self._open(admitted, cleanup)
             async with aclosing(merged(choices)) as messages:
                 async for message in messages:
                     facts.progressed(message)
@@ -164,29 +169,42 @@ class RequestPath:
         if self._state.config.log.prompts:
             prompt_log.debug("%s: %s", what, text().decode("utf-8", "replace"))
 
-    def _open(self, admitted: Admitted, cleanup: ExitStack) -> list[Choice]:
+    async def _open(self, admitted: Admitted, cleanup: ExitStack) -> list[Choice]:
         """Opens all streams; `cleanup` cancels them and gives the load back, at once and without waiting."""
         state = self._state
         admitted.trail.enter("route")
+        steer = admitted.steering
+        placed = await state.waiting.place(
+            lambda: self._claim(admitted, cleanup), admitted.tenant, steer.priority, state.config.api.queue_ms
+        )
+        admitted.trail.enter("answer")
+        first = placed[0][0]
+        admitted.facts.routed(first.decode.worker_id, first.prefill.worker_id, len(admitted.token_ids))
+        choices = []
+        for index, (chosen, prefill_claim) in enumerate(placed):
+            choice = self._open_choice(admitted, index, chosen, prefill_claim)
+            cleanup.callback(choice.cancel)
+            choices.append(choice)
+        return choices
+
+    def _claim(self, admitted: Admitted, cleanup: ExitStack) -> list[tuple[Route, Claim]]:
+        """Workers for every answer, and their load taken: each route with its claim on prefill. All or nothing."""
+        state = self._state
         prompt_tokens, most = len(admitted.token_ids), len(admitted.token_ids) + admitted.sampling.max_tokens
         routes = route_many(
             state.fleet.view(state.ledger.loads),
             most,
             admitted.draft.choices,
             retry_after_ms=state.config.api.retry_after_ms,
+            affinity=admitted.steering.affinity,
         )
-        admitted.trail.enter("answer")
-        admitted.facts.routed(routes[0].decode.worker_id, routes[0].prefill.worker_id, prompt_tokens)
-        choices = []
-        for index, chosen in enumerate(routes):
-            decode_claim = state.ledger.claim(chosen.decode.worker_id, most)
-            cleanup.callback(decode_claim.release)
+        placed = []
+        for chosen in routes:
+            cleanup.callback(state.ledger.claim(chosen.decode.worker_id, most).release)
             prefill_claim = state.ledger.claim(chosen.prefill.worker_id, prompt_tokens)
             cleanup.callback(prefill_claim.release)
-            choice = self._open_choice(admitted, index, chosen, prefill_claim)
-            cleanup.callback(choice.cancel)
-            choices.append(choice)
-        return choices
+            placed.append((chosen, prefill_claim))
+        return placed
 
     def _open_choice(self, admitted: Admitted, index: int, chosen: Route, prefill_claim: Claim) -> Choice:
         state, info = self._state, self._state.served.info

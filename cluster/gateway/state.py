@@ -10,17 +10,18 @@ import grpc.aio
 
 from cluster.gateway.admission import ModelLimits
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
-from cluster.gateway.identity import Authenticator, SingleTenant
+from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
+from cluster.gateway.waiting import WaitingRoom
 from cluster.operators.service import Backend, NoFleet
 from cluster.roles import Role
 from cluster.settings import Config
 from genlock.v1 import worker_pb2_grpc
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
-from wire.options import open_channel
+from wire.dial import Dialer
 from wire.tracing import Tracer, make_tracer
 
 SHORTEST_PAUSE_MS = 50.0
@@ -36,7 +37,9 @@ class GatewayState:
         authenticator: Authenticator | None = None,
         checks: StreamChecks | None = None,
         version: str = "",
+        dialer: Dialer | None = None,
     ) -> None:
+        """`dialer`: how workers are reached; by default without TLS."""
         self.version = version
         self.config = config
         self.served = served
@@ -49,11 +52,13 @@ class GatewayState:
         self.encoder = PromptEncoder(served.tokenizer, max_waiting=config.api.max_requests)
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
-        self.ledger = Ledger()
+        self.waiting = WaitingRoom(config.api.max_queued, config.api.retry_after_ms)
+        self.ledger = Ledger(on_free=self.waiting.look)
         self.outcomes: Counter[str] = Counter()
         self.metrics = GatewayMetrics(self._reading)
         self.tracer: Tracer = make_tracer(config.tracing.endpoint, "gateway", config.tracing.sample_ratio)
         self.running: set[Running] = set()
+        self._by_tenant: Counter[str] = Counter()
         self.ended_requests = EndedRequests()
         # Where the fleet's RPCs are answered.
         self.backend: Backend = NoFleet()
@@ -63,6 +68,8 @@ class GatewayState:
         # Set when a request met a worker that is gone: the pollers need not wait for their next turn.
         self._wake = asyncio.Event()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self.dialer = dialer or Dialer()
+        self._generation = self.dialer.generation
         self._retired: set[asyncio.Task[None]] = set()
         # What GetStatus says of the registry; empty where this gateway reads none.
         self.registry_health: Callable[[], str] = lambda: ""
@@ -73,6 +80,7 @@ class GatewayState:
     def set_fleet(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.on_fleet_change()
+        self.waiting.look()
 
     def ended(self, error: GenlockError | None, total_ms: float) -> None:
         """A request has ended; `error` None: well. Called once for each."""
@@ -84,6 +92,7 @@ class GatewayState:
             version=self.version,
             model=self.served.info.name,
             running=len(self.running),
+            waiting=len(self.waiting),
             max_running=self.config.api.max_requests,
             draining=self.draining,
             fleet=self.fleet,
@@ -106,9 +115,14 @@ class GatewayState:
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
         """The one channel to a worker of the fleet."""
+        if self.dialer.generation != self._generation:
+            # New certificates: calls that run go on where they are, new ones go over new channels.
+            self._generation = self.dialer.generation
+            for known in list(self._channels):
+                self.retire_channel(known)
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = open_channel(endpoint, self.config.api.max_message_bytes)
+            channel = self._channels[endpoint] = self.dialer.open(endpoint, self.config.api.max_message_bytes)
         return channel
 
     def decode_stub(self, endpoint: str) -> worker_pb2_grpc.DecodeServiceAsyncStub:
@@ -142,19 +156,36 @@ class GatewayState:
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
 
-    def enter(self, key: tuple[str, str], task: asyncio.Task[None], facts: RequestFacts | None = None) -> Running:
+    def enter(self, caller: Caller, label: str, task: asyncio.Task[None], facts: RequestFacts | None = None) -> Running:
         """Takes a place among the running requests. Raises NoCapacity, or Unavailable while draining."""
         if self.draining:
             raise Unavailable("draining", "this gateway is stopping and takes no new requests")
-        if len(self.running) >= self.config.api.max_requests:
+        api = self.config.api
+        most = api.tenant_max_requests if caller.max_requests is None else caller.max_requests
+        if most and self._by_tenant[caller.tenant] >= most:
+            raise NoCapacity(
+                "tenant_full",
+                f"tenant {caller.tenant} has {most} requests running in this gateway, and may have no more",
+                retry_after_ms=api.retry_after_ms,
+            )
+        if len(self.running) >= api.max_requests:
             raise NoCapacity(
                 "gateway_full",
-                f"{self.config.api.max_requests} requests are running in this gateway",
-                retry_after_ms=self.config.api.retry_after_ms,
+                f"{api.max_requests} requests are running in this gateway",
+                retry_after_ms=api.retry_after_ms,
             )
-        running = Running(key, task, facts)
+        running = Running((caller.tenant, label), task, facts)
         self.running.add(running)
+        self._by_tenant[caller.tenant] += 1
         return running
+
+    def leave(self, running: Running) -> None:
+        """The request has ended; called once for each that has entered."""
+        self.running.remove(running)
+        tenant = running.key[0]
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     async def close(self) -> None:
         self.encoder.close()

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.gateway.state import GatewayState
+from cluster.gateway.steering import AFFINITY_KEY, PRIORITY_KEY
 from cluster.openai.errors import error_headers, error_object, http_status
 from cluster.openai.fields import bad, parse_object
 from cluster.openai.replies import DONE, Answer, Served, encode, event
@@ -24,6 +25,7 @@ from kvstore.errors import Cancelled, DeadlineExceeded, GenlockError, InvalidInp
 BODY_TIMEOUT_S = 20.0
 LABEL_HEADER = "x-client-request-id"
 DEADLINE_HEADER = "x-genlock-deadline-ms"
+STEERING_HEADERS = (AFFINITY_KEY, PRIORITY_KEY)
 MAX_DEADLINE_DIGITS = 9
 EVENT_STREAM = MappingProxyType(
     {
@@ -60,7 +62,8 @@ class HttpCall:
         return self._headers.get(LABEL_HEADER, "")
 
     def metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        return credentials(self._headers)
+        steering = [(name, value) for name in STEERING_HEADERS for value in self._headers.getlist(name)]
+        return [*credentials(self._headers), *steering]
 
     def remaining_s(self) -> float | None:
         text = self._headers.get(DEADLINE_HEADER)

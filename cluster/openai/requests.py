@@ -60,6 +60,9 @@ _TRANSFER = frozenset(
     }
 )  # fmt: skip
 _WHY = MappingProxyType({"response_format": 'only {"type": "text"} is: decoding is not constrained by formats here'})
+_PRIORITIES: Mapping[str, pb.Priority.ValueType] = MappingProxyType(
+    {"low": pb.PRIORITY_LOW, "normal": pb.PRIORITY_NORMAL, "high": pb.PRIORITY_HIGH}
+)
 # OpenAI's newer name of the same role.
 _ROLES = MappingProxyType({"developer": "system"})
 
@@ -94,7 +97,7 @@ def read_ask(kind: Kind, body: Fields, label: str) -> Ask:
     if options is not None and not stream:
         raise bad("bad_stream_options", "stream_options", "is allowed only when stream is true")
     names = {"request_id": "x-client-request-id"}
-    request = pb.GenerateRequest(request_id=label, model=model, stream=stream)
+    request = pb.GenerateRequest(request_id=label, model=model, stream=stream, priority=_priority(body))
     request.sampling_params.CopyFrom(_sampling(kind, body, names))
     if kind is Kind.CHAT:
         request.chat.CopyFrom(_chat(body))
@@ -114,6 +117,16 @@ def _refuse_unsupported(body: Fields) -> None:
     for name in sorted(_TRANSFER):
         if body.raw(name) is not None:
             raise bad("transfer_field", name, "is not taken from requests: the server alone decides where pages are")
+
+
+def _priority(body: Fields) -> pb.Priority.ValueType:
+    """Beyond OpenAI's API; a header does as well."""
+    name = body.text("priority")
+    if name is None:
+        return pb.PRIORITY_UNSPECIFIED
+    if name not in _PRIORITIES:
+        raise bad("bad_priority", "priority", f"must be one of {', '.join(_PRIORITIES)}")
+    return _PRIORITIES[name]
 
 
 def _sampling(kind: Kind, body: Fields, names: dict[str, str]) -> pb.SamplingParams:

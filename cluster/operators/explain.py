@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from cluster.openai.errors import status_of
 from kvstore.errors import NotFound
 
 
@@ -23,14 +24,14 @@ class Explanation:
 
     @property
     def http_status(self) -> int:
-        return HTTP_STATUS[self.status]
+        """As the HTTP door answers."""
+        return 200 if self.status == "OK" else status_of(self.status, self.code)
 
 
-HTTP_STATUS: Mapping[str, int] = MappingProxyType({
-    "OK": 200, "INVALID_ARGUMENT": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403, "NOT_FOUND": 404,
-    "ABORTED": 409, "FAILED_PRECONDITION": 409, "RESOURCE_EXHAUSTED": 429, "CANCELLED": 499, "INTERNAL": 500,
-    "DATA_LOSS": 500, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
-})  # fmt: skip
+STATUSES = frozenset(
+    """OK INVALID_ARGUMENT UNAUTHENTICATED PERMISSION_DENIED NOT_FOUND ABORTED FAILED_PRECONDITION RESOURCE_EXHAUSTED
+    CANCELLED INTERNAL DATA_LOSS UNAVAILABLE DEADLINE_EXCEEDED""".split()  # noqa: SIM905  # a list of words reads better so
+)
 
 _STALE = (
     "The answer was ended before a token was computed from the page. Send the request again; where the count rises, "
@@ -115,6 +116,10 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "no_place": (
         "RESOURCE_EXHAUSTED", "Ray has no node with what a worker demands; the message names demand and supply.",
         "Add a node, free one, or lower what a worker demands.", False),
+    "above_max_replicas": (
+        "RESOURCE_EXHAUSTED", "The workers need more pods than maxReplicas of their worker group allows.",
+        "Raise maxReplicas of the RayCluster's group (values: prefill.maxReplicas, decode.maxReplicas), or want fewer.",
+        False),
     "too_few_cpus": (
         "RESOURCE_EXHAUSTED", "This host has fewer CPUs than the workers reserve.",
         "Start fewer workers or lower workers.cpus.", False),
@@ -249,6 +254,31 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "no_chart": ("NOT_FOUND", "The chart's files are not beside this installation.", "Use a checkout, or --chart.",
                  False),
     "no_values": ("NOT_FOUND", "The values file is not there.", "Name an existing file.", False),
+    # Kubernetes.
+    "kube_denied": (
+        "PERMISSION_DENIED", "The Kubernetes API does not let the controller read or patch; replicas stay as they are.",
+        "Give the controller's service account the chart's Role: get and patch of the RayCluster, list of pods.", False),
+    "kube_not_found": ("NOT_FOUND", "The RayCluster is not there, or KubeRay is not installed.",
+                       "Check kube.cluster and kube.namespace.", False),
+    "no_worker_group": ("NOT_FOUND", "The RayCluster has no worker group of that name.",
+                        "Set kube.prefill_group and kube.decode_group to its groups.", False),
+    "kube_conflict": (
+        "ABORTED", "The RayCluster was changed by somebody else under every try, or the API refuses the patch.",
+        "Nothing was changed; it is tried again. Where it lasts, see who else changes replicas.", True),
+    "kube_timeout": ("DEADLINE_EXCEEDED", "The Kubernetes API did not answer in kube.timeout_ms; no replicas changed.",
+                     "It is tried again by itself; look at the API server where it lasts.", True),
+    "kube_unreachable": ("UNAVAILABLE", "The Kubernetes API cannot be reached or is overloaded.",
+                         "It is tried again by itself; check kube.server and network policies.", True),
+    "kube_refused": ("UNAVAILABLE", "The Kubernetes API answered with a status that was not expected.",
+                     "Read the message; check kube.server.", False),
+    "kube_unreadable": ("UNAVAILABLE", "An answer of the Kubernetes API is not what its kind promises.",
+                        "Check that kube.server is a Kubernetes API with KubeRay 1.7.", False),
+    "kube_library_missing": ("UNAVAILABLE", "aiohttp is not installed, and kube.enabled needs it.",
+                             "pip install 'genlock[kube]', or set kube.enabled to false.", False),
+    "two_scalers": ("FAILED_PRECONDITION", "Ray's autoscaler owns the replicas of this RayCluster too.",
+                    "Set spec.enableInTreeAutoscaling to false, or kube.enabled to false.", False),
+    "multi_host_group": ("FAILED_PRECONDITION", "A worker group makes several pods of one replica.",
+                         "Set numOfHosts of the group to 1.", False),
     # The fleet.
     "revision_moved": ("ABORTED", "The fleet was changed by somebody else since it was looked at; nothing was done.",
                        "Look again (`genlock get workers`), then repeat the change.", False),
@@ -278,7 +308,7 @@ _SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
 _PLAIN_INPUT = frozenset(
     """answer_too_long body_too_large context_exceeded context_too_long empty_prompt fault_not_possible
     format_not_built fp16_unavailable malformed_request method_not_allowed model_differs model_not_installed
-    no_matplotlib no_ray_cluster no_secret no_shared_registry no_such_file no_ticket nothing_named order_not_built
+    no_matplotlib no_ray_cluster no_secret no_service_account no_shared_registry no_such_file no_ticket nothing_named order_not_built
     other_engine other_layout other_protocol page_out_of_range peer_refused prefill_not_named prompt_too_long
     record_newer second_ticket slot_bytes_differ slot_twice text_too_long token_out_of_range tokenizer_differs
     too_many_pages tools_unsupported tracing_not_installed triton_missing unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
@@ -299,7 +329,7 @@ def explain(code: str) -> Explanation:
     name = code.strip()
     if name in _CODES:
         return Explanation(name, *_CODES[name])
-    if name.upper() in HTTP_STATUS:
+    if name.upper() in STATUSES:
         return _of_status(name.upper())
     if name.startswith(("bad_", "unknown_", "unsupported_")) or name in _PLAIN_INPUT:
         return Explanation(name, *_SHAPES["INVALID_ARGUMENT"])

@@ -40,6 +40,25 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens were generated."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    PRIORITY_LOW: _Priority.ValueType  # 1
+    PRIORITY_NORMAL: _Priority.ValueType  # 2
+    PRIORITY_HIGH: _Priority.ValueType  # 3
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+PRIORITY_LOW: Priority.ValueType  # 1
+PRIORITY_NORMAL: Priority.ValueType  # 2
+PRIORITY_HIGH: Priority.ValueType  # 3
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -240,6 +259,8 @@ class GenerateRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    SESSION_AFFINITY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The caller's label; echoed, logged, never an identity. May repeat. At most 128 characters."""
     model: _builtins.str
@@ -248,6 +269,12 @@ class GenerateRequest(_message.Message):
     """Plain text, tokenized as it stands."""
     stream: _builtins.bool
     """False: one message for each choice, at its end."""
+    session_affinity: _builtins.str
+    """Requests of one tenant with the same text here go to the same workers while these have room, and find the pages of
+    earlier ones there. At most 256 characters. Empty: metadata x-session-affinity, or none.
+    """
+    priority: Global___Priority.ValueType
+    """Who goes first where all workers are full and requests may wait. Unset: metadata x-priority, or normal."""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """Rendered through the model's chat template."""
@@ -268,10 +295,12 @@ class GenerateRequest(_message.Message):
         tokens: Global___TokenPrompt | None = ...,
         sampling_params: Global___SamplingParams | None = ...,
         stream: _builtins.bool | None = ...,
+        session_affinity: _builtins.str = ...,
+        priority: Global___Priority.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "chat", b"chat", "prompt", b"prompt", "sampling_params", b"sampling_params", "stream", b"stream", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "stream", b"stream", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stream", b"_stream", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "session_affinity", b"session_affinity", "stream", b"stream", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stream: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType__stream: _TypeAlias = _typing.Literal["_stream", b"_stream"]  # noqa: Y015

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger, Load, WorkerState
 from cluster.roles import Role
-from cluster.router import WorkerView, route, route_many
+from cluster.router import WorkerView, affinity_of, has_room, route, route_many
 from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, NoCapacity, NotFound, Unavailable
 
@@ -168,6 +168,91 @@ def test_a_claim_is_given_back_once():
     assert dict(ledger.loads) == {"d0": Load(5, 1)}
     second.release()
     assert dict(ledger.loads) == {}
+
+
+# --- affinity ------------------------------------------------------------------------------------------------------
+
+names = st.text(max_size=8)
+keys = st.lists(names, min_size=1, max_size=30, unique=True)
+
+
+def free_fleet(decoders: int, prefillers: int) -> list[WorkerView]:
+    return [worker(f"d{i}") for i in range(decoders)] + [worker(f"p{i}", Role.PREFILL) for i in range(prefillers)]
+
+
+def pair(fleet: list[WorkerView], tenant: str, key: str) -> tuple[str, str]:
+    chosen = route(fleet, affinity=affinity_of(tenant, key))
+    return chosen.decode.worker_id, chosen.prefill.worker_id
+
+
+@given(st.integers(1, 5), st.integers(1, 5), names, keys, st.randoms())
+def test_one_key_keeps_its_pair_whatever_the_load_and_the_order(decoders: int, prefillers: int, tenant, keys, random):
+    fleet = free_fleet(decoders, prefillers)
+    before = [pair(fleet, tenant, key) for key in keys]
+    busy = [
+        replace(w, outstanding_requests=random.randint(0, 3), outstanding_tokens=random.randint(0, 99)) for w in fleet
+    ]
+    random.shuffle(busy)
+    assert [pair(busy, tenant, key) for key in keys] == before
+
+
+@given(st.integers(2, 5), st.integers(2, 5), keys, st.data())
+def test_a_worker_that_leaves_moves_its_own_keys_alone(decoders: int, prefillers: int, keys, data):
+    fleet = free_fleet(decoders, prefillers)
+    gone = data.draw(st.sampled_from([w.worker_id for w in fleet]))
+    how = data.draw(st.sampled_from(["left", "not ready", "unproved"]))
+    if how == "left":
+        rest = [w for w in fleet if w.worker_id != gone]
+    elif how == "not ready":
+        rest = [replace(w, ready=w.worker_id != gone) for w in fleet]
+    else:  # a prefill worker that nobody has proved, or a decode worker that has proved nobody
+        known = frozenset(w.worker_id for w in fleet if w.role is Role.PREFILL and w.worker_id != gone)
+        rest = [
+            replace(w, proved_peers=frozenset() if w.worker_id == gone else known) if w.role is Role.DECODE else w
+            for w in fleet
+        ]
+    for key in keys:
+        before, after = pair(fleet, "t", key), pair(rest, "t", key)
+        assert gone not in after
+        # The other half of the pair stays too: with prefill its cache.
+        assert all(was == now for was, now in zip(before, after, strict=True) if was != gone)
+
+
+@given(keys, st.lists(st.integers(0, 4), min_size=6, max_size=6), st.lists(st.booleans(), min_size=6, max_size=6))
+def test_an_affinity_never_overrides_limits_or_readiness(keys, loads, ready):
+    fleet = [
+        replace(w, outstanding_requests=load, ready=on)
+        for w, load, on in zip(free_fleet(3, 3), loads, ready, strict=True)
+    ]
+    for key in keys:
+        try:
+            plain = route(fleet)
+        except (Unavailable, NoCapacity) as error:
+            with pytest.raises(type(error)):
+                route(fleet, affinity=affinity_of("t", key))
+            continue
+        chosen = route(fleet, affinity=affinity_of("t", key))
+        assert all(w.ready and has_room(w) for w in (chosen.decode, chosen.prefill))
+        wished = route([replace(w, outstanding_requests=0) for w in fleet], affinity=affinity_of("t", key))
+        names = [w.worker_id for w in (wished.decode, wished.prefill)]
+        room = all(has_room(w) for w in fleet if w.worker_id in names)
+        expected = names if room else [plain.decode.worker_id, plain.prefill.worker_id]
+        assert [chosen.decode.worker_id, chosen.prefill.worker_id] == expected
+
+
+def test_keys_spread_and_those_of_tenants_do_not_meet():
+    fleet = free_fleet(4, 4)
+    ours = [pair(fleet, "acme", f"s{i}") for i in range(200)]
+    assert len(set(ours)) == 16
+    assert ours != [pair(fleet, "other", f"s{i}") for i in range(200)]
+    assert affinity_of("ab", "c") != affinity_of("a", "bc")
+
+
+def test_answers_of_one_affinity_stay_together_while_there_is_room():
+    fleet = [replace(w, request_limit=9) if w.role is Role.PREFILL else w for w in free_fleet(3, 2)]
+    routes = route_many(fleet, tokens=10, count=5, affinity=affinity_of("t", "k"))
+    names = [chosen.decode.worker_id for chosen in routes]
+    assert (len(set(names[:4])), names[4] != names[0]) == (1, True)
 
 
 # --- pairs ---------------------------------------------------------------------------------------------------------
