@@ -1,6 +1,7 @@
 """The pools that a decode worker is connected to, by the life that each of them is, and whether each has proved itself.
 
 connect ─► engine connects ─► prover pulls one marked page and judges it ─► the peer may be pulled from
+a read fails by itself ─► the peer is forgotten, and connected anew by the next handoff
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ class PeerTable:
                 raise
             self.note(PeerVerdict(name, export.incarnation, True))
             return peer
+
+    def lost(self, peer: Peer) -> None:
+        """A read from this peer failed by itself, not by what it brought: the connection may be broken while both
+        workers live. The next handoff connects and proves anew; else the pair would fail until one of them restarts."""
+        with self._lock:
+            if self._peers.get(peer.export.incarnation) is peer:
+                self._drop(peer.export.incarnation)
 
     def note(self, verdict: PeerVerdict) -> None:
         """Keeps a verdict; also those of peers that could not even be asked for their pool."""

@@ -18,7 +18,7 @@ from decode.core import StartHandoff
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
 from decode.peers import PeerTable, PeerVerdict
 from genlock.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.errors import GenlockError, InvalidInput, PageFault, Unavailable
+from kvstore.errors import GenlockError, InvalidInput, PageFault, TransferError, TransferTimeout, Unavailable
 from kvstore.guard import Guard
 from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import Peer, PoolExport
@@ -257,9 +257,15 @@ class _Attempt:
         if shared.hooks.before_pull is not None:
             shared.hooks.before_pull(self._start, batch)
         assert self._peer is not None, "pages are only promised after the handoff was accepted"
-        shared.receiver.pull(
-            self._peer, batch, self._start.request_no, self._start.expected, shared.transfer_timeout_ms
-        )
+        try:
+            shared.receiver.pull(
+                self._peer, batch, self._start.request_no, self._start.expected, shared.transfer_timeout_ms
+            )
+        except TransferTimeout:
+            raise  # slow is not broken, and what is under way still uses the connection
+        except TransferError:
+            shared.peers.lost(self._peer)
+            raise
 
     async def _renew(self, call: Any) -> None:
         """Keeps the lease alive while pages are still being computed or pulled."""

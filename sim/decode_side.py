@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from decode.core import DecodeCore, DecodeLimits, Emitted, Finished, Outcome, Preempted, StartHandoff
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver
 from decode.peers import PeerTable
-from kvstore.errors import Cancelled, GenlockError, PageFault, Unavailable
+from kvstore.errors import Cancelled, GenlockError, PageFault, TransferError, TransferTimeout, Unavailable
 from kvstore.guard import Published
 from kvstore.receive import PageOrder, PageReceiver, Pull
 from kvstore.registry import IncarnationRegistry
@@ -262,6 +262,7 @@ class Attempt:
             pull = decode.receiver.begin(self._peer, batch, self.request_no, self.start.expected)
         except GenlockError as error:
             self._pulling = False
+            self._lose(error)
             self.fail(error)
             return
         world.judge_begun(self._peer, batch, self.start.expected)
@@ -284,6 +285,7 @@ class Attempt:
         try:
             decode.receiver.finish(copy.pull, 0)
         except GenlockError as error:
+            self._lose(error)
             if not self.closed:
                 self.fail(error)
             return
@@ -293,6 +295,11 @@ class Attempt:
         self.rules.verified(batch)
         self._pull_soon()
         self._check_ready()
+
+    def _lose(self, error: GenlockError) -> None:
+        """As the shell does: a read that failed by itself forgets the connection."""
+        if self._peer is not None and isinstance(error, TransferError) and not isinstance(error, TransferTimeout):
+            self.decode.peers.lost(self._peer)
 
     def _check_ready(self) -> None:
         done, ticket = self.rules.completed, self.start.ticket

@@ -244,10 +244,9 @@ class World:
 
     def _probe(self) -> None:
         """Once more through each gateway, with no fault left: everything is in service again."""
-        # An unproved copy keeps its pages; a layout that nobody tells makes a route that cannot work; a decode worker
-        # never connects anew to a pool while that pool lives.
+        # An unproved copy keeps its pages; a layout that nobody tells makes a route that cannot work.
         starved = any(d.guard.free_pages < PROBE_TOKENS for d in self.decodes)
-        if starved or self.dice.faults.layout_differs > 0 or self.dice.injected["connection_lost"]:
+        if starved or self.dice.faults.layout_differs > 0:
             return
         for index in range(len(self.gateways)):
             wish = draw_probe(self.seed, index)

@@ -68,6 +68,19 @@ def test_a_new_life_takes_the_place_of_the_former_which_is_dead_for_good():
     assert peers_.connect("prefill-0", export(12)) is second
 
 
+def test_a_connection_that_broke_is_made_anew_while_both_live():
+    peers_, engine = table()
+    first = peers_.connect("prefill-0", export(11))
+    peers_.lost(first)
+    assert engine.open == []
+    again = peers_.connect("prefill-0", export(11))
+    assert again is not first
+    # Late news about the former connection does not end the present one.
+    peers_.lost(first)
+    assert peers_.connect("prefill-0", export(11)) is again
+    assert engine.open == [again]
+
+
 def test_two_names_may_not_be_one_life():
     peers_, _ = table()
     peers_.connect("prefill-0", export(11))
