@@ -44,8 +44,13 @@ _CODE_OF_REASON: Mapping[str, str] = MappingProxyType(
 )
 
 
+def status_of(status: str, reason: str) -> int:
+    """The HTTP status of a gRPC status' name with a reason."""
+    return _STATUS_OF_REASON.get(reason) or _STATUS.get(status, 500)
+
+
 def http_status(error: GenlockError) -> int:
-    return _STATUS_OF_REASON.get(error.reason) or _STATUS.get(error.status, 500)
+    return status_of(error.status, error.reason)
 
 
 def error_object(error: GenlockError) -> dict[str, object]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.operators.explain import HTTP_STATUS, codes, explain
-from kvstore.errors import GenlockError, InvalidInput, LifecycleError, NotFound
+from cluster.openai.errors import http_status
+from cluster.operators.explain import STATUSES, codes, explain
+from kvstore.errors import GenlockError, InvalidInput, LifecycleError, NotFound, StalePage
 from wire.errors import error_classes
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_what_does_not_name_a_field_is_explained_one_by_one() -> None:
 @pytest.mark.parametrize("code", [told.code for told in codes()])
 def test_explanations_are_sentences(code: str) -> None:
     told = explain(code)
-    assert told.status in HTTP_STATUS
+    assert told.status in STATUSES
     assert told.http_status >= 400
     for text in (told.meaning, told.action):
         assert text[0].isupper() or text[0] in "`p/"
@@ -82,3 +83,8 @@ def test_a_status_lists_its_reasons() -> None:
 def test_an_unknown_code_names_near_ones() -> None:
     with pytest.raises(NotFound, match="digest_mismatch"):
         explain("digest_mismach")
+
+
+def test_http_statuses_are_those_that_the_door_answers() -> None:
+    assert explain("header_mismatch").http_status == http_status(StalePage("header_mismatch")) == 500
+    assert explain("unknown_model").http_status == http_status(InvalidInput("unknown_model")) == 404
