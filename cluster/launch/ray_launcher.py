@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 # Beyond a worker's own grace: its server's and engine's closing.
 STOP_MARGIN_MS = 15_000
 PLACE_POLL_S = 0.05
+# One question to Ray whether a place is there; too short a one is never answered on a busy host.
+PLACE_ASK_S = 0.5
 # How long a live actor may take to say where it is.
 WHERE_S = 10.0
 NAME = re.compile(r"(prefill|decode)-\d{1,9}")
@@ -225,7 +227,7 @@ class RayLauncher:
         deadline = loop.time() + self._place_s
         group = await self._call(lambda: self._make_group(spec))
         try:
-            while not await self._call(lambda: group.wait(0)):
+            while not await self._call(lambda: group.wait(PLACE_ASK_S)):
                 if loop.time() >= deadline:
                     raise await self._call(lambda: self._no_place(spec))
                 await asyncio.sleep(PLACE_POLL_S)

@@ -175,10 +175,10 @@ async def require_no_place(launcher: RayLauncher, cluster: Cluster) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_cluster_on_ray_serves_sees_a_death_and_leaves_nothing():
     said: list[str] = []
-    launcher = RayLauncher(build_fake, cpus=2.0, control=ControlConfig(place_timeout_ms=2_000))
+    launcher = RayLauncher(build_fake, cpus=2.0, control=ControlConfig(place_timeout_ms=3_000))
     cluster = Cluster(config(workers__decode=2), launcher, load_fake, report=said.append)
     endpoint = await cluster.start()
     folder = launcher._session.folder
