@@ -215,3 +215,10 @@ def _check_together(config: Config) -> None:
             f"{config.api.max_message_bytes}: lower the first or raise the second",
             field="api.max_prompt_bytes",
         )
+    if config.kube.enabled and config.kube.node_timeout_ms >= config.workers.start_timeout_ms:
+        raise InvalidInput(
+            "bad_setting",
+            f"kube.node_timeout_ms = {config.kube.node_timeout_ms} is not below workers.start_timeout_ms = "
+            f"{config.workers.start_timeout_ms}: a start waits for its pod and then loads the model",
+            field="kube.node_timeout_ms",
+        )

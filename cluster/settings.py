@@ -285,6 +285,50 @@ class ControlConfig:
     place_timeout_ms: int = _setting(10_000, "Longest wait for a worker's place on Ray.", low=100, high=3_600_000)
 
 
+def _kube_server(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        plain = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1")
+        good = (
+            (parts.scheme == "https" or plain) and bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+        )
+    except ValueError:
+        good = False
+    return "" if good else "must be https://host:port; http:// only for this host itself"
+
+
+def _kube_name(value: str) -> str:
+    good = re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value)
+    return "" if good else "must be a name of Kubernetes: 1 to 63 of a-z, 0-9, - and ."
+
+
+@dataclass(frozen=True)
+class KubeConfig:
+    enabled: bool = _setting(False, "The controller owns the replicas of a RayCluster (KubeRay).")
+    cluster: str = _setting("genlock", "Name of the RayCluster.", check=_kube_name)
+    namespace: str = _setting(
+        "", "Its namespace; empty: the service account's.", check=lambda value: _kube_name(value) if value else ""
+    )
+    prefill_group: str = _setting("prefill", "Worker group of prefill workers.", check=_kube_name)
+    decode_group: str = _setting("decode", "Worker group of decode workers.", check=_kube_name)
+    prefill_per_pod: int = _setting(1, "Prefill workers that one pod takes.", low=1, high=64)
+    decode_per_pod: int = _setting(1, "Decode workers that one pod takes.", low=1, high=64)
+    server: str = _setting("https://kubernetes.default.svc", "The Kubernetes API.", check=_kube_server)
+    account_folder: str = _setting(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        "Folder with token, ca.crt and namespace of the service account.",
+        check=_not_blank,
+    )
+    timeout_ms: int = _setting(5_000, "Longest time of one call to the Kubernetes API.", low=10, high=60_000)
+    sync_ms: int = _setting(10_000, "Time between two looks at the pods when nothing changes.", low=100, high=600_000)
+    node_timeout_ms: int = _setting(
+        120_000,
+        "Longest wait of a worker's start for its pod; below workers.start_timeout_ms.",
+        low=100,
+        high=3_600_000,
+    )
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings. Sections and fields are the keys of files, variables and flags."""
@@ -301,3 +345,4 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    kube: KubeConfig = field(default_factory=KubeConfig)

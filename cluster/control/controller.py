@@ -17,7 +17,8 @@ from typing import Any
 from cluster.control.api import Change
 from cluster.control.asker import told_of
 from cluster.control.core import reconcile
-from cluster.control.hands import Asker, Hands
+from cluster.control.hands import Asker, Hands, Room
+from cluster.control.room import RoomKeeper
 from cluster.control.state import (
     Action,
     Drain,
@@ -41,7 +42,7 @@ from cluster.registry.records import Desired, Event
 from cluster.registry.tell import record_of
 from cluster.roles import Role
 from genlock.v1 import worker_pb2
-from kvstore.errors import Conflict, GenlockError, NotFound, Unavailable
+from kvstore.errors import Conflict, GenlockError, NoCapacity, NotFound, Unavailable
 from wire.errors import surprise
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Times:
     poll_ms: int = 500
     poll_timeout_ms: int = 2_000
     feed_ttl_ms: int = 0
+    # Between two looks at the nodes, where this controller owns them.
+    room_ms: int = 10_000
 
 
 @dataclass
@@ -95,6 +98,7 @@ class Controller:
         asker: Asker,
         clocks: Clocks,
         seed: tuple[int, int],
+        room: Room | None = None,
     ) -> None:
         self.state = State(policy=policy)
         self.registry = registry
@@ -118,6 +122,12 @@ class Controller:
         self._events_wake = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self.keeper: RoomKeeper | None = None
+        if room is not None:
+            self.keeper = RoomKeeper(
+                room, registry, lambda: None if self.superseded else self.state,
+                lambda message: self.record("nodes", "fleet", message), times.room_ms,
+            )  # fmt: skip
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -141,6 +151,8 @@ class Controller:
         names = ", ".join(sorted(known)) or "none"
         self.record("controller", "fleet", f"start {stored.controller_starts}; workers found: {names}")
         loops = {"reconcile": self._reconcile_loop(), "ask workers": self._poll_loop(), "events": self._event_loop()}
+        if self.keeper is not None:
+            loops["nodes"] = self.keeper.run()
         self._loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
 
     async def stop(self) -> None:
@@ -150,6 +162,8 @@ class Controller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.keeper is not None:
+            await self.keeper.room.close()
         await self._asker.close()
 
     def row(self, worker_id: str) -> Row:
@@ -159,6 +173,20 @@ class Controller:
             known = ", ".join(sorted(self.state.rows)) or "none"
             raise NotFound("unknown_worker", f"no worker {worker_id[:64]!r}; known: {known}", field="workers")
         return row
+
+    @property
+    def room_error(self) -> str:
+        """Why the nodes could not be made to fit; empty: they could, or are not this controller's."""
+        return self.keeper.error if self.keeper is not None else ""
+
+    async def check_room(self, counts: dict[Role, int]) -> None:
+        """Raises NoCapacity where so many workers can have no place, nor nodes be made for them."""
+        try:
+            await self.hands.check_room(counts)
+        except NoCapacity:
+            if self.keeper is None:
+                raise
+            await self.keeper.room.check(counts)
 
     def status_of(self, row: Row) -> worker_pb2.WorkerStatus | None:
         """The last answer of this life; None while it does not answer."""
@@ -235,6 +263,8 @@ class Controller:
         self._sweep()
         if after.rows != before.rows:
             self.on_change(before, after)
+        if self.keeper is not None and (after.rows != before.rows or not self.keeper.awake):
+            self.keeper.wake()
         async with self._turned:
             self._turned.notify_all()
 
@@ -366,7 +396,9 @@ class Controller:
         except TimeoutError:
             self.hear(StartFailed(action.worker_id, action.life, f"no answer within {limit_ms} ms"))
         except GenlockError as error:
-            self.hear(StartFailed(action.worker_id, action.life, error.message))
+            # It may lack a node because none could be made.
+            why = filter(None, (error.message, self.room_error if isinstance(error, NoCapacity) else ""))
+            self.hear(StartFailed(action.worker_id, action.life, "; ".join(why)))
         else:
             self.hear(Started(action.worker_id, action.life, place.endpoint, place.node))
 

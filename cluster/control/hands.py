@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,32 @@ class Hands(Protocol):
         ...
 
     async def nodes(self) -> Sequence[NodeRow]: ...
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one role needs of the nodes. `wanted`: workers. `placing`: some worker has, or looks for, a place that is
+    not known. `places`: for each other worker the names that its node may go by."""
+
+    wanted: int
+    placing: bool = False
+    places: tuple[frozenset[str], ...] = ()
+
+
+class Room(Protocol):
+    """Owns the nodes that workers are placed on: makes them, and takes away those that hold no worker. Every call ends
+    in bounded time."""
+
+    async def check(self, counts: Mapping[Role, int]) -> None:
+        """Raises NoCapacity naming demand and supply where so many workers can never have nodes."""
+        ...
+
+    async def fit(self, look: Callable[[], Awaitable[Mapping[Role, Need]]]) -> Sequence[str]:
+        """Makes the nodes fit once, and says what was changed. `look` is asked after everything else was read. Raises
+        a GenlockError; no node that holds a worker was given up then either."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Asker(Protocol):

@@ -90,7 +90,7 @@ class Operations(FleetControl):
             after = wanted(desired)
             removed, added = self._plan(after)
             if any(added.values()):
-                await self._controller.hands.check_room({Role.PREFILL: after.prefill, Role.DECODE: after.decode})
+                await self._controller.check_room({Role.PREFILL: after.prefill, Role.DECODE: after.decode})
             if not change.dry_run and after != desired:
                 await self._controller.change(wanted, change)
                 self._controller.record(
@@ -242,6 +242,8 @@ class Operations(FleetControl):
         reason = unsettled(state)
         if controller.registry_error:
             reason = "; ".join(filter(None, (reason, f"the registry cannot be read: {controller.registry_error}")))
+        if controller.room_error:
+            reason = "; ".join(filter(None, (reason, f"nodes do not follow: {controller.room_error}")))
         return FleetView(
             desired=state.desired,
             workers=tuple(self._worker_row(row, now_ms) for row in rows),
@@ -257,7 +259,7 @@ class Operations(FleetControl):
             worker_id=row.worker_id,
             role=row.role,
             phase=row.phase.value,
-            reason=row.reason,
+            reason=row.reason or (self._controller.room_error if row.alive and not row.endpoint else ""),
             phase_age_ms=max(0, int(now_ms) - row.since_ms),
             cordoned=row.worker_id in self._controller.state.desired.cordoned,
             endpoint=row.endpoint,

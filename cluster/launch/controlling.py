@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -12,6 +13,7 @@ from cluster.control.controller import Controller
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
 from cluster.gateway.identity import Authenticator, SingleTenant, authenticator_from
+from cluster.kube.room import KubeRoom
 from cluster.launch.hands import LauncherHands, make_controller
 from cluster.launch.launcher import Launcher, ignore_loss
 from cluster.launch.ports import own_address
@@ -71,7 +73,8 @@ class ControllerService:
     async def start(self) -> str:
         config = self._config
         registry = registry_from(config, lambda: time.monotonic() * 1000)
-        controller = make_controller(config, registry, LauncherHands(config, self._launcher, ignore_loss))
+        room = KubeRoom(config.kube) if config.kube.enabled else None
+        controller = make_controller(config, registry, LauncherHands(config, self._launcher, ignore_loss), room)
         operations = Operations(controller, PolicyScaler(_unix_ms), config.control.autoscale_ms)
         server = grpc.aio.server(interceptors=(TypedErrors(),), options=server_options())
         backend = LocalBackend(FleetOperations(operations, _unix_ms))
@@ -119,7 +122,10 @@ def make_ray_service(config: Config, builder: WorkerBuilder, tenants: str) -> Se
     from cluster.launch.ray_launcher import RayLauncher
 
     start_logging(config.log, "controller")
-    return ControllerService(config, RayLauncher(builder, control=config.control), tenants)
+    control = config.control
+    if config.kube.enabled:  # a place may first have to become a pod
+        control = replace(control, place_timeout_ms=max(control.place_timeout_ms, config.kube.node_timeout_ms))
+    return ControllerService(config, RayLauncher(builder, control=control), tenants)
 
 
 def _unix_ms() -> int:

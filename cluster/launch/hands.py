@@ -9,7 +9,7 @@ from dataclasses import replace
 from cluster.control.api import NodeRow
 from cluster.control.asker import GrpcAsker
 from cluster.control.controller import Clocks, Controller, Times
-from cluster.control.hands import OnLost, Place
+from cluster.control.hands import OnLost, Place, Room
 from cluster.control.state import Found, Policy
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
@@ -94,15 +94,17 @@ def policy_of(config: Config) -> Policy:
     )
 
 
-def make_controller(config: Config, registry: Registry, hands: LauncherHands) -> Controller:
-    """Not started. Where the registry is this process's own, the controller tells it of the workers."""
+def make_controller(config: Config, registry: Registry, hands: LauncherHands, room: Room | None = None) -> Controller:
+    """Not started. Where the registry is this process's own, the controller tells it of the workers. `room`: the nodes,
+    where the controller owns them."""
     workers, control = config.workers, config.control
     times = Times(
         reconcile_ms=control.reconcile_ms,
         poll_ms=workers.status_poll_ms,
         poll_timeout_ms=workers.status_timeout_ms,
         feed_ttl_ms=0 if is_shared(config) else config.registry.ttl_ms,
+        room_ms=config.kube.sync_ms,
     )
     clocks = Clocks(lambda: time.monotonic() * 1000, lambda: int(time.time() * 1000))
     seed = (workers.prefill, workers.decode)
-    return Controller(policy_of(config), times, registry, hands, GrpcAsker(dialer_of(config.tls)), clocks, seed)
+    return Controller(policy_of(config), times, registry, hands, GrpcAsker(dialer_of(config.tls)), clocks, seed, room)

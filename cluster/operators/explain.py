@@ -256,8 +256,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "no_values": ("NOT_FOUND", "The values file is not there.", "Name an existing file.", False),
     # Kubernetes.
     "kube_denied": (
-        "PERMISSION_DENIED", "The Kubernetes API does not let the controller read or patch; replicas stay as they are.",
-        "Give the controller's service account the chart's Role: get and patch of the RayCluster, list of pods.", False),
+        "PERMISSION_DENIED", "The Kubernetes API does not let the controller read or patch; no replicas changed.",
+        "Give its service account the chart's Role: get and patch of the RayCluster, list of pods.", False),
     "kube_not_found": ("NOT_FOUND", "The RayCluster is not there, or KubeRay is not installed.",
                        "Check kube.cluster and kube.namespace.", False),
     "no_worker_group": ("NOT_FOUND", "The RayCluster has no worker group of that name.",
@@ -307,11 +307,12 @@ _SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
 # Reasons of INVALID_ARGUMENT beside those that say it by their first word.
 _PLAIN_INPUT = frozenset(
     """answer_too_long body_too_large context_exceeded context_too_long empty_prompt fault_not_possible
-    format_not_built fp16_unavailable malformed_request method_not_allowed model_differs model_not_installed
-    no_matplotlib no_ray_cluster no_secret no_service_account no_shared_registry no_such_file no_ticket nothing_named order_not_built
-    other_engine other_layout other_protocol page_out_of_range peer_refused prefill_not_named prompt_too_long
-    record_newer second_ticket slot_bytes_differ slot_twice text_too_long token_out_of_range tokenizer_differs
-    too_many_pages tools_unsupported tracing_not_installed triton_missing unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
+    format_not_built fp16_unavailable malformed_request method_not_allowed model_differs
+    model_not_installed no_matplotlib no_ray_cluster no_secret no_service_account no_shared_registry
+    no_such_file no_ticket nothing_named order_not_built other_engine other_layout other_protocol
+    page_out_of_range peer_refused prefill_not_named prompt_too_long record_newer second_ticket
+    slot_bytes_differ slot_twice text_too_long token_out_of_range tokenizer_differs too_many_pages
+    tools_unsupported tracing_not_installed triton_missing unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
 )
 _LIFECYCLE = frozenset(
     """double_free generation_exhausted handoff_exists header_not_own not_open not_owner not_sealed page_busy

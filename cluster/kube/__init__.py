@@ -1,0 +1,1 @@
+"""Pods for workers: the controller owns the replicas of a RayCluster."""
