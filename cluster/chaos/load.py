@@ -73,11 +73,11 @@ class Crowd:
         call = self._stub.Generate(request, timeout=ask.act_ms / 1000 if impatient else None)
         stream = _Stream()
         leaving = asyncio.create_task(self._leave(ask, call, stream))
+        reading = asyncio.create_task(self._read(ask, call, stream))
         try:
-            async with asyncio.timeout(self._deadline_s + HUNG_MARGIN_S + self._pauses_s(ask)):
-                await self._read(ask, call, stream)
-        except TimeoutError:
-            return Seen(tuple(stream.tokens), hung=True)
+            if not await self._ends(reading, self._deadline_s + self._pauses_s(ask)):
+                return Seen(tuple(stream.tokens), hung=True)
+            reading.result()
         except grpc.aio.AioRpcError as error:
             return Seen(tuple(stream.tokens), error=from_rpc(error), left=stream.left)
         except asyncio.CancelledError:
@@ -86,8 +86,19 @@ class Crowd:
             return Seen(tuple(stream.tokens), left=True)
         finally:
             leaving.cancel()
+            reading.cancel()
             call.cancel()
         return Seen(tuple(stream.tokens), finished=stream.finished, left=stream.left)
+
+    async def _ends(self, reading: asyncio.Task[None], limit_s: float) -> bool:
+        """Whether the stream ends within the limit and the margin. The gateway's timers are of this process, too: by as
+        much as the process itself was late, they may be."""
+        if (await asyncio.wait({reading}, timeout=limit_s + HUNG_MARGIN_S))[0]:
+            return True
+        await asyncio.wait({reading}, timeout=2 * LAG_POLL_S)  # so that a delay which is not over has been measured
+        if not reading.done() and self.lag_s > LAG_POLL_S:
+            await asyncio.wait({reading}, timeout=self.lag_s)
+        return reading.done()
 
     async def _read(self, ask: Ask, call: grpc.aio.UnaryStreamCall, stream: _Stream) -> None:  # type: ignore[type-arg]  # the class is generic in stubs only
         async for message in call:

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 # One of each that this host can have; foreign pages must be stopped by the checks.
 SHORT = Shape(
     seed=1,
-    minutes=0.25,
-    round_ms=8000,
-    faults_per_round=5,
+    minutes=0.2,
+    round_ms=12_000,  # one round, so that all faults happen however slow the host is
+    faults_per_round=10,
     kinds=(
         Fault.KILL, Fault.STOP, Fault.FOREIGN_PAGE, Fault.GATEWAY_RESTART, Fault.CANCEL_STORM, Fault.DISK_FULL,
         Fault.CLOCK_JUMP, Fault.SAME_IDS, Fault.REGISTRY_KILL, Fault.REGISTRY_FLUSH,
