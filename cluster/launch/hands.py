@@ -71,8 +71,8 @@ class LauncherHands:
 
     def _both(self, on_lost: OnLost) -> OnLost:
         def lost(worker_id: str, detail: str) -> None:
-            self._also_lost(worker_id, detail)
             on_lost(worker_id, detail)
+            self._also_lost(worker_id, detail)
 
         return lost
 

@@ -7,6 +7,7 @@ wanted: a worker that dies comes back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -33,6 +34,7 @@ from cluster.registry.base import Registry
 from cluster.registry.make import registry_from
 from cluster.roles import Role
 from cluster.settings import Config
+from kvstore.errors import NotFound
 
 READY_TIMEOUT_MS = 30_000
 
@@ -142,7 +144,7 @@ class Cluster:
         assert controller is not None, "started"
         life = controller.row(worker_id).life
         await self.launcher.kill(worker_id)
-        self.gateway.worker_lost(worker_id, "killed")
+        self._tell_gateway(worker_id, "killed")
         controller.hear(Ended(worker_id, life, "killed"))
 
     async def _start(self) -> str:
@@ -243,8 +245,13 @@ class Cluster:
 
     def _lost(self, worker_id: str, detail: str) -> None:
         self._report(f"{worker_id} is gone: {detail}")
+        self._tell_gateway(worker_id, detail)
+
+    def _tell_gateway(self, worker_id: str, detail: str) -> None:
+        """The gateway may have dropped the worker already: it did not answer, and the registry had forgotten it."""
         if self._gateway is not None:
-            self._gateway.worker_lost(worker_id, detail)
+            with contextlib.suppress(NotFound):
+                self._gateway.worker_lost(worker_id, detail)
 
     def _first_lost(self, worker_id: str, detail: str) -> None:
         """The end of a worker of the first start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -165,6 +166,7 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.script = script
         self.seen: list[Seen] = []
         self.draining = False
+        self.incarnation = secrets.randbits(62) | 1
         self.step_age_ms = 0
         self.status_delay_s = 0.0
         self.endpoint = ""
@@ -208,6 +210,7 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         return worker_pb2.WorkerStatus(
             worker_id=self.worker_id,
             role=self.role.value,
+            incarnation=self.incarnation,
             draining=self.draining,
             step_age_ms=self.step_age_ms,
             layout_fingerprint="layout",
