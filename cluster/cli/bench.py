@@ -9,6 +9,9 @@ from cluster.cli.lazy import LazyCommand, LazyGroup
 COMMANDS = {
     "guard": LazyCommand("bench.guard:command", "What the page checks cost."),
     "transfer": LazyCommand("bench.transfer:command", "How fast pages move, by engine."),
+    "gateway": LazyCommand("bench.gateway:command", "Streamed tokens through one gateway on one core."),
+    "peers": LazyCommand("bench.peers.cli:command", "The same broken handoffs here and on vLLM's split serving."),
+    "faults": LazyCommand("bench.faults.cli:command", "The page of public faults: write or compare it."),
     "serve": LazyCommand("bench.serve:command", "Throughput and latency of a cluster under load."),
 }
 
@@ -20,6 +23,7 @@ COMMANDS = {
 Examples:
   genlock bench guard
   genlock bench transfer
+  genlock bench gateway
   genlock bench serve --help""",
 )
 def command() -> None:

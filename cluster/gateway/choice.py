@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
@@ -61,7 +62,7 @@ class Choice:
         """Ends the call to decode at once; no effect on one that has ended."""
         self._call.cancel()
 
-    async def messages(self) -> AsyncIterator[pb.GenerateResponse]:
+    async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """All messages of this answer; the last one carries `finished`.
 
         Raises Unavailable `stream_cut` when decode's stream ends early, `stream_protocol` when it goes on after its
@@ -71,7 +72,7 @@ class Choice:
         async for event in self._events():
             if finished is not None:
                 raise Unavailable("stream_protocol", "the decode worker went on after the end of the answer")
-            if event.WhichOneof("event") == "finished":
+            if event.HasField("finished"):
                 finished = event.finished
                 continue
             piece = self._take(event.tokens.tokens)
@@ -100,13 +101,10 @@ class Choice:
         reason = pb.FINISH_REASON_STOP if rest.matched_stop else finished.finish_reason
         yield self._last_message(rest, reason, finished)
 
-    async def _events(self) -> AsyncIterator[worker.DecodeEvent]:
-        try:
-            async for event in responses(self._call):
-                yield event
-        except Unavailable:
-            if self._checks.require_finished:
-                raise
+    def _events(self) -> AsyncIterator[worker.DecodeEvent]:
+        """Decode's events as they come. Each layer between costs every token, so the usual case has none."""
+        events = responses(self._call)
+        return events if self._checks.require_finished else _until_unavailable(events)
 
     def _take(self, tokens: Sequence[worker.SampledToken]) -> TextPiece:
         if tokens:
@@ -164,3 +162,10 @@ class Choice:
             times.queue_ms, times.prefill_ms, times.transfer_ms = done.queue_ms, done.prefill_ms, done.transfer_ms
             finished.verification.CopyFrom(done.verification)
         return message
+
+
+async def _until_unavailable(events: AsyncIterator[worker.DecodeEvent]) -> AsyncIterator[worker.DecodeEvent]:
+    """What comes before a stream breaks, as if it ended there."""
+    with contextlib.suppress(Unavailable):
+        async for event in events:
+            yield event

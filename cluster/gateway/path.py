@@ -156,12 +156,14 @@ class RequestPath:
         self._log_text("prompt", lambda: b"".join(map(state.served.tokenizer.bytes_of, token_ids)))
         with ExitStack() as cleanup:
             choices = await self._open(admitted, cleanup)
+            log_answers = state.config.log.prompts
             async with aclosing(merged(choices)) as messages:
+                # Every message of every stream passes here: keep it short.
                 async for message in messages:
-                    facts.progressed(message)
-                    if message.HasField("finished"):
+                    if facts.progressed(message):
                         state.metrics.answered(message.finished)
-                    self._log_text("answer", message.text.encode)
+                    if log_answers:
+                        self._log_text("answer", message.text.encode)
                     await call.write(message)
 
     def _log_text(self, what: str, text: Callable[[], bytes]) -> None:
@@ -272,12 +274,12 @@ def sampling_message(sampling: SamplingParams) -> worker_pb2.Sampling:
     )
 
 
-async def merged(choices: Sequence[Choice]) -> AsyncGenerator[pb.GenerateResponse, None]:
+def merged(choices: Sequence[Choice]) -> AsyncGenerator[pb.GenerateResponse, None]:
     """All answers' messages as they come. The first failure ends all of them."""
-    if len(choices) == 1:
-        async for message in choices[0].messages():
-            yield message
-        return
+    return choices[0].messages() if len(choices) == 1 else _merged(choices)
+
+
+async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[pb.GenerateResponse, None]:
     # Bounded: a client that reads slowly slows its own streams, and nothing piles up here.
     queue: asyncio.Queue[pb.GenerateResponse | Exception | None] = asyncio.Queue(MAX_BUFFERED_MESSAGES)
 

@@ -33,12 +33,14 @@ class RequestFacts:
         self.prompt_tokens = prompt_tokens
         self.phase = "prefill"
 
-    def progressed(self, message: inference_pb2.GenerateResponse) -> None:
-        """A message of one of its answers."""
+    def progressed(self, message: inference_pb2.GenerateResponse) -> bool:
+        """A message of one of its answers; whether it is that answer's last."""
         self.phase = "decode"
         self.completion_tokens += len(message.token_ids)
-        if message.HasField("finished"):
+        last = message.HasField("finished")
+        if last:
             self.verification = message.finished.verification
+        return last
 
 
 class Running:

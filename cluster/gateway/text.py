@@ -57,6 +57,8 @@ class ChoiceText(Generic[T]):
 
     def push(self, tokens: Iterable[T]) -> Piece[T]:
         """Takes one tick's tokens. Tokens after the one that completes a stop string are not counted and not shown."""
+        if not self._stops:
+            return self._push_all(tokens)
         texts: list[str] = []
         out: list[T] = []
         for token in tokens:
@@ -70,6 +72,18 @@ class ChoiceText(Generic[T]):
             if stop:
                 return Piece("".join(texts), tuple(out), stop)
         return Piece("".join(texts), tuple(out))
+
+    def _push_all(self, tokens: Iterable[T]) -> Piece[T]:
+        """Without stop strings nothing is held back: tokens leave with the text that they complete."""
+        out = tuple(tokens)
+        if self._stopped:
+            return Piece("", ())
+        self.counted_tokens += len(out)
+        push, hidden = self._stream.push, self._hidden_ids
+        if len(out) == 1:
+            token_id = out[0].token_id
+            return Piece("" if token_id in hidden else push(token_id), out)
+        return Piece("".join([push(token.token_id) for token in out if token.token_id not in hidden]), out)
 
     def finish(self) -> Piece[T]:
         """The rest after the last token: an incomplete character and text that was held back for nothing."""
@@ -92,7 +106,6 @@ class ChoiceText(Generic[T]):
         if token is not None:
             self._waiting.append((token, begin, self._received))
         if not self._stops:
-            self._released += len(new)
             return new, ""
         text = self._held + new
         start, stop = first_match(text, self._stops)
