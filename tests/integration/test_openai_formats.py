@@ -1,0 +1,100 @@
+"""What applications ask of the HTTP door beside text: tools, formats, usage of streams. With the stock client."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from kvstore.errors import CorruptPage
+from tests.support.fake_workers import ByteTokenizer, finished, say, tokens
+from tests.support.http_door import scripted
+
+USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+class ToolTokenizer(ByteTokenizer):
+    """A template that shows tools before the messages."""
+
+    def encode_chat(self, messages, *, add_generation_prompt=True, tools=()) -> list[int]:
+        shown = "".join(f"<{tool['function']['name']}>" for tool in tools)
+        return self.encode(shown) + super().encode_chat(messages)
+
+
+class Answer(BaseModel):
+    number: int
+
+
+async def test_tools_reach_the_template_and_none_hides_them():
+    async with scripted(say(tokens("ok"), finished(2)), tokenizer=ToolTokenizer()) as env:
+
+        async def prompt_of(**fields: object) -> bytes:
+            reply = await env.client.chat.completions.create(model="toy", messages=USER, **fields)
+            assert reply.choices[0].message.content == "ok"
+            return bytes(env.decode.seen[-1].request.ticket.token_ids)
+
+        assert await prompt_of(tools=[TOOL], tool_choice="auto") == b"<clock>user:hi\n"
+        assert await prompt_of(tools=[TOOL]) == b"<clock>user:hi\n"
+        assert await prompt_of(tools=[TOOL], tool_choice="none") == b"user:hi\n"
+        for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await prompt_of(tools=[TOOL], tool_choice=choice)
+            assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_field")
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wanted", [{"type": "json_object"}, SCHEMA, {"type": "grammar"}])
+async def test_a_format_that_would_have_to_be_forced_is_refused_by_name(wanted: dict, stream: bool):
+    async with scripted(say(tokens("{}"), finished(2))) as env:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await env.client.chat.completions.create(model="toy", messages=USER, response_format=wanted, stream=stream)
+        assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_field")
+        assert "not constrained" in caught.value.message
+        assert not env.decode.seen
+
+
+async def test_the_clients_own_way_to_ask_for_a_schema_is_refused_too_and_plain_text_is_served():
+    async with scripted(say(tokens('{"number": 4}'), finished(13))) as env:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await env.client.chat.completions.parse(model="toy", messages=USER, response_format=Answer)
+        assert caught.value.param == "response_format"
+        reply = await env.client.chat.completions.create(model="toy", messages=USER, response_format={"type": "text"})
+        assert json.loads(reply.choices[0].message.content) == {"number": 4}
+        assert len(env.decode.seen) == 1
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_usage_of_a_stream_of_completions_comes_last_and_when_it_is_asked_for(include: bool):
+    async with scripted(say(tokens("a"), tokens("b"), finished(2))) as env:
+        stream = await env.client.completions.create(
+            model="toy", prompt="hello", stream=True, stream_options={"include_usage": include}
+        )
+        *chunks, last = [chunk async for chunk in stream]
+        assert all(chunk.usage is None for chunk in chunks)
+        if include:
+            usage = last.usage
+            assert (last.choices, usage.prompt_tokens, usage.completion_tokens) == ([], 5, 2)
+            assert usage.prompt_tokens_details.cached_tokens == 3
+        else:
+            assert (last.usage, last.choices[0].finish_reason) == (None, "length")
+
+
+async def test_a_completion_that_fails_after_it_began_is_never_a_clean_end():
+    async with scripted(say(tokens("ab"), CorruptPage("digest_mismatch"))) as env:
+        stream = await env.client.completions.create(model="toy", prompt="hello", stream=True)
+        seen = []
+
+        async def follow() -> None:
+            async for chunk in stream:
+                seen.extend(chunk.choices)
+
+        with pytest.raises(openai.APIError) as caught:
+            await follow()
+        assert caught.value.code == "digest_mismatch"
+        assert ["".join(choice.text for choice in seen), {choice.finish_reason for choice in seen}] == ["ab", {None}]
