@@ -129,9 +129,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_controller_and_head_die_and_serving_goes_on(site: Site):
-    # --- the target is changed, then the controller's process is killed while a request runs
+@pytest.mark.timeout(600)
+async def test_a_controller_that_is_killed_comes_back_and_finds_target_and_workers(site: Site):
     scaled = await site.operator.Scale(pb.ScaleRequest(decode=2), timeout=30)
     assert scaled.added_decode == 1
     before = await site.settled(1, 2)
@@ -144,26 +143,24 @@ async def test_controller_and_head_die_and_serving_goes_on(site: Site):
     [again] = site.nodes.pids(name="ControllerActor")
     assert again != pid
 
-    # --- the head goes with everything on it, and comes back with its state from Redis
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_head_goes_and_comes_back_with_its_state_from_redis(site: Site):
+    before = await site.settled(1, 1)
     request = await site.long_request("head")
     site.nodes.kill_head()
     assert site.subject.right(site.subject.prompt("head"), await request), "serving needs no head"
     short = await site.client.ask(site.subject.prompt("meanwhile"), 4)
     assert site.subject.right(site.subject.prompt("meanwhile"), short), "new requests need none either"
     await site.nodes.start_head()
-    later = await site.settled(1, 2, after.controller_starts + 1)
+    later = await site.settled(1, 1, before.controller_starts + 1)
     assert site.lives(later) == site.lives(before)
-    # The new controller does its work: a worker that dies comes back.
-    victim = next(worker for worker in later.workers if worker.worker_id == "decode-1")
-    os.kill(victim.status.pid, signal.SIGKILL)
-    async with asyncio.timeout(WAIT_S):
-        while site.lives(view := await site.settled(1, 2))["decode-1"] == victim.incarnation:
-            await asyncio.sleep(0.1)
-    assert {key: value for key, value in site.lives(view).items() if key != "decode-1"} == {
-        key: value for key, value in site.lives(before).items() if key != "decode-1"
-    }
 
-    # --- a drain under load, by that controller: nobody loses a request
+    # The new controller does its work: more workers, and a drain under load that costs nobody a request.
+    await site.operator.Scale(pb.ScaleRequest(decode=2), timeout=30)
+    await site.settled(1, 2)
     names = [f"drain {number}" for number in range(4)]
     tasks = [await site.long_request(name) for name in names]
     await site.operator.Scale(pb.ScaleRequest(decode=1), timeout=30)

@@ -90,17 +90,23 @@ class RayNodes:
         subprocess.run(["rm", "-rf", str(self.folder)], check=False)
 
     async def _start(self, part: str, *options: str) -> None:
-        log = (self.folder / f"{part}.log").open("wb")
-        process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("ray")), "start", *options, "--block", "--node-ip-address=127.0.0.1",
-             f"--temp-dir={self.folder}", "--object-store-memory=80000000", "--disable-usage-stats"],
-            env={**self.env, "RAY_NODES_PART": part}, stdout=log, stderr=log, cwd=ROOT,
-        )  # fmt: skip
-        self._commands.append(process)
-        async with asyncio.timeout(UP_S):
-            while b"Ray runtime started" not in (self.folder / f"{part}.log").read_bytes():
-                assert process.poll() is None, (self.folder / f"{part}.log").read_text()[-2000:]
-                await asyncio.sleep(0.1)
+        """Ray gives a node 30 s to start, whatever else the host does: it may try more than once."""
+        for last in (False, False, True):
+            log = self.folder / f"{part}.log"
+            process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("ray")), "start", *options, "--block", "--node-ip-address=127.0.0.1",
+                 f"--temp-dir={self.folder}", "--object-store-memory=80000000", "--disable-usage-stats"],
+                env={**self.env, "RAY_NODES_PART": part}, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=ROOT,
+            )  # fmt: skip
+            self._commands.append(process)
+            async with asyncio.timeout(UP_S):
+                while process.poll() is None and b"Ray runtime started" not in log.read_bytes():
+                    await asyncio.sleep(0.1)
+            if process.poll() is None:
+                return
+            said = log.read_text()[-2000:]
+            assert not last, said
+            assert "timed out during startup" in said, said
 
 
 async def first_line(process: subprocess.Popen[bytes], limit_s: float) -> str:
