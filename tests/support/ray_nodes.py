@@ -93,9 +93,9 @@ class RayNodes:
         """Ray gives a node 30 s to start, whatever else the host does: it may try more than once."""
         for last in (False, False, True):
             log = self.folder / f"{part}.log"
+            ray = str(Path(sys.executable).with_name("ray"))
             process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("ray")), "start", *options, "--block", "--node-ip-address=127.0.0.1",
-                 f"--temp-dir={self.folder}", "--object-store-memory=80000000", "--disable-usage-stats"],
+                [ray, "start", *options, "--block", "--node-ip-address=127.0.0.1", f"--temp-dir={self.folder}", "--object-store-memory=80000000", "--disable-usage-stats"],
                 env={**self.env, "RAY_NODES_PART": part}, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=ROOT,
             )  # fmt: skip
             self._commands.append(process)
