@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "deploy" / "constraints.txt"
 # Extras of the images. Triton comes with torch; mooncake and nixl come from requirements/engines.txt, without what they
 # would pull in.
-EXTRAS = ("tracing",)
+EXTRAS = ("tracing", "kube")
 HEADER = """\
 # Exact versions for the images; made by deploy/freeze.py. Triton and the libraries of CUDA follow torch, which pins
 # them itself.

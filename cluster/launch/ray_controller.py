@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import time
+from types import MappingProxyType
 from typing import Any
 
 from cluster.control.actor import ACTOR_NAME, ControllerActor, Pulse
@@ -21,6 +22,8 @@ from kvstore.errors import Unavailable
 CALL_S = 10.0
 STOP_S = 15.0
 POLL_S = 0.2
+# Ray nodes whose pods have the account that may patch the RayCluster; any number of actors fits.
+ACCOUNT = MappingProxyType({"controller": 0.001})
 
 
 class RayController:
@@ -69,6 +72,7 @@ class RayController:
                         # Its methods only read: asking again after a restart is right.
                         max_task_retries=-1,
                         num_cpus=0,
+                        resources=dict(ACCOUNT) if self._config.kube.enabled else None,
                     )
                     .remote(make, self.label)
                 )

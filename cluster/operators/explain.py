@@ -273,7 +273,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                      "Read the message; check kube.server.", False),
     "kube_unreadable": ("UNAVAILABLE", "An answer of the Kubernetes API is not what its kind promises.",
                         "Check that kube.server is a Kubernetes API with KubeRay 1.7.", False),
-    "kube_library_missing": ("UNAVAILABLE", "aiohttp is not installed, and kube.enabled needs it.",
+    "kube_library_missing": ("UNAVAILABLE", "The library aiohttp is not installed, and kube.enabled needs it.",
                              "pip install 'genlock[kube]', or set kube.enabled to false.", False),
     "two_scalers": ("FAILED_PRECONDITION", "Ray's autoscaler owns the replicas of this RayCluster too.",
                     "Set spec.enableInTreeAutoscaling to false, or kube.enabled to false.", False),
@@ -290,6 +290,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                       "Set a policy (`genlock autoscale set`), or run a controller that has one.", False),
     "no_network": ("UNAVAILABLE", "The test network between two namespaces could not be made.",
                    "Run as root with iproute2, or leave the link faults out.", False),
+    "superseded": ("UNAVAILABLE", "A later life of the controller has taken over; this one changes nothing.",
+                   "Ask again: the gateway finds the present one.", True),
     "registry_busy": ("UNAVAILABLE", "The registry changed under every try.", "Try again.", True),
     # Ours.
     "internal": ("INTERNAL", "An unexpected error, contained to this request.", _BUG, False),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import ssl
 from dataclasses import replace
 
 import pytest
 
+from cluster import devca
 from cluster.control.api import Change
 from cluster.control.controller import Controller
 from cluster.control.hands import Need, OnLost, Place
@@ -17,7 +20,7 @@ from cluster.kube.client import KubeClient
 from cluster.kube.room import KubeRoom
 from cluster.roles import Role
 from cluster.settings import KubeConfig
-from kvstore.errors import Conflict, DeadlineExceeded, NoCapacity, NotFound, PermissionDenied, Unavailable
+from kvstore.errors import Conflict, DeadlineExceeded, InvalidInput, NoCapacity, NotFound, PermissionDenied, Unavailable
 from tests.support.control_world import POLICY, TIMES, FakeFleet, World
 from tests.support.kube_api import KubeApi, group
 
@@ -327,4 +330,24 @@ async def test_the_token_is_read_anew_when_it_rotates(tmp_path):
             await client.cluster()
         (served.account / "token").write_text("rotated")
         assert (await client.cluster())["metadata"]["name"] == "genlock"
+        await client.close()
+
+
+async def test_the_server_must_show_a_certificate_of_the_accounts_ca(tmp_path):
+    now = datetime.datetime.now(datetime.UTC)
+    ours, other = devca.make(tmp_path / "ours", [], now), devca.make(tmp_path / "other", [], now)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(ours.cert, ours.key)
+    account = tmp_path / "account"
+    async with KubeApi(group("prefill", 1), group("decode", 2), account=account, tls=tls) as served:
+        client = KubeClient(settings_for(served))
+        (account / "ca.crt").write_bytes(other.ca.read_bytes())
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await client.cluster()
+        # The kubelet replaces the file.
+        (account / "ca.crt").write_bytes(ours.ca.read_bytes() + b"\n")
+        assert (await client.cluster())["metadata"]["name"] == "genlock"
+        (account / "ca.crt").unlink()
+        with pytest.raises(InvalidInput, match=r"ca\.crt"):
+            await client.cluster()
         await client.close()

@@ -310,3 +310,19 @@ def genlock_lines(documents: list[dict[str, Any]]) -> list[list[str]]:
         command = container(group(documents, role)["template"])["lifecycle"]["preStop"]["exec"]["command"]
         lines.append(shlex.split(command[-1].removeprefix("exec genlock ")))
     return lines
+
+
+def test_the_controller_owns_the_replicas_of_its_own_cluster() -> None:
+    documents = manifests("h100-8-nodes")
+    text = one(documents, "ConfigMap")["data"]["genlock.yaml"]
+    kube = load(file_text=text).config.kube
+    cluster = one(documents, "RayCluster")
+    assert (kube.enabled, kube.cluster) == (True, cluster["metadata"]["name"])
+    assert [group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]] == [
+        kube.prefill_group,
+        kube.decode_group,
+    ]
+    # Its actor runs where a pod has the account: at the head and in its own pod.
+    assert "controller" in cluster["spec"]["headGroupSpec"]["rayStartParams"]["resources"]
+    pod = one(documents, "Deployment", "genlock-controller")["spec"]["template"]["spec"]
+    assert """--resources='{"controller": 1}'""" in pod["initContainers"][0]["args"][0]

@@ -86,7 +86,7 @@ def test_the_dockerfile_is_sound() -> None:
         ("python:3.11-slim-bookworm", "python:latest", "version"),
         ("--no-install-recommends gcc", "gcc", "nobody needs"),
         ("RUN python -m venv /opt/genlock", "RUN curl https://example.com/x | sh", "fetched"),
-        ("pip install -c deploy/constraints.txt '.[tracing]'", "pip install '.[tracing]'", "pinned"),
+        ("pip install -c deploy/constraints.txt '.[tracing,kube]'", "pip install '.[tracing,kube]'", "pinned"),
         ("HEALTHCHECK NONE", "", "HEALTHCHECK"),
         ("AS cuda", "AS gpu", "no target cuda"),
     ],

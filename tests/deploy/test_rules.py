@@ -180,6 +180,7 @@ BROKEN: list[tuple[str, str, Change]] = [
     ("one-controller", "none", without("Deployment", "genlock-controller")),
     ("least-rights", "all clusters", lambda d: one(d, "Role")["rules"][0].pop("resourceNames")),
     ("least-rights", "delete", right(verbs=["get", "patch", "delete"])),
+    ("least-rights", "delete of pods", lambda d: one(d, "Role")["rules"][1].update(verbs=["list", "delete"])),
     ("least-rights", "secrets", right(resources=["rayclusters", "secrets"])),
     ("least-rights", "a token for workers", lambda d: spec(d).pop("automountServiceAccountToken")),
     ("least-rights", "rights everywhere",

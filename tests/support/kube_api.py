@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def group(name: str, replicas: int, low: int = 1, high: int = 8, **more: Any) ->
 class KubeApi:
     """`async with` serves it. `before`: called before each request, may raise a web.HTTPException or wait."""
 
-    def __init__(self, *groups: dict[str, Any], account: Path) -> None:
+    def __init__(self, *groups: dict[str, Any], account: Path, tls: ssl.SSLContext | None = None) -> None:
         self.cluster: dict[str, Any] = {
             "metadata": {"name": "genlock", "generation": 1},
             "spec": {"enableInTreeAutoscaling": False, "workerGroupSpecs": list(groups)},
@@ -41,6 +42,7 @@ class KubeApi:
         # Pods that KubeRay chose by itself.
         self.chosen: list[str] = []
         self.account = account
+        self.tls = tls
         self.token = TOKEN
         self.url = ""
         self._names = itertools.count()
@@ -55,9 +57,9 @@ class KubeApi:
         app.add_routes([web.get(CLUSTER, self._get), web.patch(CLUSTER, self._patch), web.get(PODS, self._list)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self.tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
     async def __aexit__(self, *_exc: object) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import pytest
 
 from cluster.config import load
-from cluster.launch.hands import LauncherHands, spec_of
+from cluster.control.hands import Room
+from cluster.launch.controlling import ControllerService, make_ray_service
+from cluster.launch.hands import LauncherHands, make_controller, spec_of
 from cluster.launch.launcher import Launcher, ignore_loss
-from cluster.launch.spec import WorkerSpec
+from cluster.launch.ray_launcher import RayLauncher
+from cluster.launch.spec import WorkerBuilder, WorkerSpec
+from cluster.registry.memory import MemoryRegistry
 from cluster.roles import Role
 from cluster.settings import Config
-from kvstore.errors import InvalidInput
+from kvstore.errors import InvalidInput, NoCapacity
 
 
 def config_with(**workers: str) -> Config:
@@ -57,3 +62,33 @@ async def test_room_is_counted_for_those_that_share_nodes(resources: str, asked:
     hands = LauncherHands(config_with(resources=resources), cast(Launcher, rooms), ignore_loss)
     await hands.check_room({Role.PREFILL: 1, Role.DECODE: 2})
     assert rooms.asked == asked
+
+
+def test_on_kubernetes_a_place_may_first_have_to_become_a_pod(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.launch.logs.start_logging", lambda *_args: None)
+    flags = {
+        "registry.url": "redis://127.0.0.1:1/0", "cluster.secret": "0f" * 32, "control.ray_address": "auto",
+        "kube.node_timeout_ms": 90_000,
+    }  # fmt: skip
+    for enabled, place_s in ((False, 10.0), (True, 90.0)):
+        config = load(flags={**flags, "kube.enabled": enabled}).config
+        service = cast(ControllerService, make_ray_service(config, cast(WorkerBuilder, None), ""))
+        assert cast(RayLauncher, service._launcher)._place_s == place_s
+
+
+async def test_the_controller_has_room_where_it_owns_the_nodes() -> None:
+    class Nodes:
+        async def check(self, counts: Mapping[Role, int]) -> None:
+            raise NoCapacity("above_max_replicas", f"{counts[Role.DECODE]} are too many")
+
+    class Full:
+        async def check_room(self, specs: list[WorkerSpec]) -> None:
+            raise NoCapacity("no_place")
+
+    config = Config()
+    hands = LauncherHands(config, cast(Launcher, Full()), ignore_loss)
+    for room, reason in ((None, "no_place"), (cast(Room, Nodes()), "above_max_replicas")):
+        controller = make_controller(config, MemoryRegistry(lambda: 0.0), hands, room)
+        with pytest.raises(NoCapacity) as raised:
+            await controller.check_room({Role.DECODE: 3})
+        assert raised.value.reason == reason

@@ -64,6 +64,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
   "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics)
   "registry" (dict "namespace" (include "genlock.name" .))
   "control" (dict "host" "auto" "port" .Values.ports.controller "ray_address" "auto")
+  "kube" (dict
+    "enabled" (dig "kube" "enabled" true .Values.settings) "cluster" (include "genlock.name" .) "namespace" .Release.Namespace
+    "prefill_group" "prefill" "decode_group" "decode"
+    "prefill_per_pod" .Values.prefill.workersPerPod "decode_per_pod" .Values.decode.workersPerPod)
 -}}
 {{- if .Values.prefill.gpus }}
 {{- $_ := set $own.workers "gpus" (divf .Values.prefill.gpus .Values.prefill.workersPerPod) }}
