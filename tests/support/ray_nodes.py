@@ -95,7 +95,8 @@ class RayNodes:
             log = self.folder / f"{part}.log"
             ray = str(Path(sys.executable).with_name("ray"))
             process = subprocess.Popen(
-                [ray, "start", *options, "--block", "--node-ip-address=127.0.0.1", f"--temp-dir={self.folder}", "--object-store-memory=80000000", "--disable-usage-stats"],
+                [ray, "start", *options, "--block", "--node-ip-address=127.0.0.1",
+                 f"--temp-dir={self.folder}", "--object-store-memory=80000000", "--disable-usage-stats"],
                 env={**self.env, "RAY_NODES_PART": part}, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=ROOT,
             )  # fmt: skip
             self._commands.append(process)
