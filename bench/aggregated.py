@@ -106,7 +106,7 @@ class AggregatedWorker(BuiltWorker):
         self._executor = ThreadPoolExecutor(1)  # never used: it starts no thread
         local = LocalPrefill(
             self.guard, receiver, PeerTable(self.transfer, IncarnationRegistry()), self._executor, self.tuning.clock,
-            self.spec.config.transfer.timeout_ms,
+            self.spec.config.transfer.timeout_ms, info.vocab_size,
         )  # fmt: skip
         self._handoffs = local
         self.engine = engine = DecodeEngine(
@@ -157,6 +157,7 @@ class LocalPrefill(Handoffs):
         worker: str,
         ends_answer: Callable[[SampledToken], bool],
         deliver: Callable[[HandoffResult], None],
+        trail: object = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[HandoffResult] = loop.create_future()

@@ -79,9 +79,9 @@ def parse_address(text: str) -> ShmAddress:
     try:
         raw = json.loads(text)
         address = ShmAddress(**raw)
-        numbers = (address.pid, address.fd, address.start_ticks)
-        if any(type(n) is not int or n < 0 for n in numbers) or address.pid == 0:
-            raise ValueError("negative or missing number")
+        limits = ((address.pid, 1 << 31), (address.fd, 1 << 31), (address.start_ticks, 1 << 63))
+        if any(type(n) is not int or not 0 <= n < limit for n, limit in limits) or address.pid == 0:
+            raise ValueError("a number is missing or out of range")
         if len(bytes.fromhex(address.nonce)) != NONCE_BYTES:
             raise ValueError("nonce of another length")
         return address

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidInput, Unavailable
 from kvstore.transfer.base import (
     PagePair,
     TransferState,
@@ -59,6 +59,15 @@ def test_shared_memory_refuses_what_is_not_that_pool(shm: Kit, change: dict[str,
     with pytest.raises(Unavailable) as caught:
         reader.engine.connect(replace(child.export, address=json.dumps(address)))
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("change", [{"pid": 1 << 31}, {"fd": 1 << 63}, {"start_ticks": 1 << 64}, {"pid": True}])
+def test_numbers_that_no_kernel_gives_are_no_address(shm: Kit, change: dict[str, object]) -> None:
+    source, reader = shm.pool(8, 192), shm.pool(8, 192)
+    address = json.loads(source.export.address) | change
+    with pytest.raises(InvalidInput) as caught:
+        reader.engine.connect(replace(source.export, address=json.dumps(address)))
+    assert caught.value.field == "export.address"
 
 
 def test_no_access_to_the_peers_process_names_the_remedy(shm: Kit, monkeypatch: pytest.MonkeyPatch) -> None:

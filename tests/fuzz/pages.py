@@ -20,10 +20,12 @@ from kvstore.receive import PageOrder
 from kvstore.transfer.faults import BitFlip, Ending, TransferFaults
 from model.sampler import SampledToken
 from tests.fuzz.layer import Finding, Layer, reason_of
-from tests.fuzz.mutate import INTS, mutated
+from tests.fuzz.mutate import INTS as ANY_INTS
+from tests.fuzz.mutate import mutated
 from tests.support.kv_refusals import OTHERS, TOKENS
 from tests.support.kv_world import LAYOUT, NEIGHBOUR, OWNER, T, World, body, seal_prompt, slot_bytes_of
 
+INTS = tuple(n for n in ANY_INTS if -(1 << 63) <= n < 1 << 63)  # what the wire can carry
 HANDOFF, TICKET_ID = b"h" * 16, b"t" * 16
 PAGES = 3
 VOCAB = 300

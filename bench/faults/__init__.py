@@ -1,0 +1,1 @@
+"""The public faults of split serving systems, and the test of each: the data behind docs/faults.md."""

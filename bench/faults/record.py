@@ -1,0 +1,46 @@
+"""What one fault kind's row is made of, and how it names its tests. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Short names of repositories in `sources`; others are written in full.
+REPOSITORIES = {
+    "vllm": "vllm-project/vllm",
+    "sglang": "sgl-project/sglang",
+    "dynamo": "ai-dynamo/dynamo",
+    "llmd": "llm-d/llm-d",
+    "llmd-router": "llm-d/llm-d-router",
+    "lmcache": "LMCache/LMCache",
+    "mooncake": "kvcache-ai/Mooncake",
+    "nixl": "ai-dynamo/nixl",
+    "ray": "ray-project/ray",
+    "kuberay": "ray-project/kuberay",
+    "aibrix": "vllm-project/aibrix",
+    "trtllm": "NVIDIA/TensorRT-LLM",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind. `elsewhere` is said in our words of what `sources` report, as they were in September 2026.
+
+    `shown` and `control` name proofs: `row 4` (of `genlock selftest`), `tests/…::test_name`, `sim site` (a fault of
+    `genlock sim`), `without check` (a negative control of `genlock sim controls`). A kind that cannot occur says why in
+    `here`. `not_yet`: what is missing, said as it is.
+    """
+
+    number: int
+    title: str
+    sources: tuple[str, ...]
+    elsewhere: str
+    here: str
+    shown: tuple[str, ...]
+    control: tuple[str, ...] = ()
+    not_yet: str = ""
+
+
+def address(source: str) -> str:
+    """The web address of `vllm#1` or `owner/name#1`, as a link."""
+    name, number = source.split("#")
+    return f"[{source}](https://github.com/{REPOSITORIES.get(name, name)}/issues/{number})"
