@@ -15,6 +15,7 @@ from model.base import ModelInfo
 from model.sampler import SampledToken
 from wire.convert import finish_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
+from wire.replies import Replies
 from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -100,18 +101,19 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
 
     async def _stream(self, events: asyncio.Queue[SampledToken | Ended | GenlockError], context: Any) -> None:
         """Sends what has gathered since the last message as one message."""
+        replies = Replies(context)
         while True:
             gathered = [await events.get()]
             while not events.empty():
                 gathered.append(events.get_nowait())
             tokens = [token_to_proto(e) for e in gathered if isinstance(e, SampledToken)]
             if tokens:
-                await context.write(worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=tokens)))
+                await replies.write(worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=tokens)))
             last = gathered[-1]
             if isinstance(last, GenlockError):
                 raise last
             if isinstance(last, Ended):
-                await context.write(worker_pb2.DecodeEvent(finished=self._finished(last)))
+                await replies.write(worker_pb2.DecodeEvent(finished=self._finished(last)))
                 return
 
     def _finished(self, ended: Ended) -> worker_pb2.DecodeFinished:

@@ -15,6 +15,7 @@ from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, Pre
 from prefill.engine import PrefillEngine
 from wire.convert import descriptor_to_proto, export_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
+from wire.replies import Replies
 from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 FIRST_COMMAND_S = 5.0
@@ -65,16 +66,17 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         trail.enter("queue")
         seq = await self._engine.submit(ticket, sink)
         reader = asyncio.create_task(self._read_commands(commands, seq, events))
+        replies = Replies(context)
         try:
-            await context.write(self._accepted(seq))
+            await replies.write(self._accepted(seq))
             while (event := await events.get()) is not None:
                 if isinstance(event, GenlockError):
                     raise event
                 if isinstance(event, HandoffFailed):
                     raise event.error
                 _follow(trail, seq, event)
-                await context.write(self._event(seq, event))
-            await context.write(
+                await replies.write(self._event(seq, event))
+            await replies.write(
                 worker_pb2.HandoffEvent(handoff_id=seq.handoff_id, released=worker_pb2.HandoffReleased())
             )
         finally:

@@ -12,6 +12,7 @@ from cluster.gateway.state import GatewayState
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc as services
 from kvstore.errors import Cancelled, DeadlineExceeded, InvalidInput
+from wire.replies import Replies
 
 # grpc.aio's context is generic in its stubs and not at run time.
 Context = Any
@@ -23,6 +24,7 @@ class GrpcCall:
     def __init__(self, request: pb.GenerateRequest, context: Context) -> None:
         self._request = request
         self._context = context
+        self._replies = Replies(context)
 
     @property
     def label(self) -> str:
@@ -39,7 +41,7 @@ class GrpcCall:
         return self._request
 
     async def write(self, message: pb.GenerateResponse) -> None:
-        await self._context.write(message)
+        await self._replies.write(message)
 
 
 class InferenceService(services.InferenceServiceServicer):

@@ -18,6 +18,9 @@ class SlowCaller:
         self.turn = asyncio.Semaphore(0)
         self.got: list[list[int]] = []
 
+    async def send_initial_metadata(self, metadata) -> None:
+        pass
+
     async def write(self, event) -> None:
         await self.turn.acquire()
         self.got.append([token.token_id for token in event.tokens.tokens])

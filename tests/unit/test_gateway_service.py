@@ -49,6 +49,9 @@ class Context:
     def time_remaining(self):
         return None
 
+    async def send_initial_metadata(self, metadata) -> None:
+        pass
+
     async def write(self, message) -> None:
         if self.reads == 0:
             await asyncio.Event().wait()
