@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PROMPT ?= What is the capital of France?
 
-.PHONY: help demo test check lint types contracts proto proto-check install dev clean
+.PHONY: help demo test docs check lint types contracts proto proto-check install dev clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,6 +17,10 @@ demo: $(STAMP) ## start a local cluster, answer a prompt (PROMPT="..."), print w
 test: $(DEV_STAMP) ## the whole test suite
 	@echo "== Running the tests"
 	@$(BIN)/python -m pytest -q
+
+docs: $(DEV_STAMP) ## regenerate the API reference and the list of files in docs/
+	$(BIN)/python .ci/list_files
+	$(BIN)/python .ci/api_docs
 
 check: lint types contracts proto-check ## lint, types, import contracts, generated code
 
