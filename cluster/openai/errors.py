@@ -6,47 +6,18 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from cluster.http_status import status_of
 from kvstore.errors import GenlockError, NoCapacity, Unauthenticated
 
-# The client cancelled; not in the standard, but what proxies write in their logs.
-CLIENT_CLOSED_REQUEST = 499
 MAX_MESSAGE_CHARS = 1024
 
-_STATUS: Mapping[str, int] = MappingProxyType(
-    {
-        "INVALID_ARGUMENT": 400,
-        "UNAUTHENTICATED": 401,
-        "PERMISSION_DENIED": 403,
-        "NOT_FOUND": 404,
-        "RESOURCE_EXHAUSTED": 429,
-        "CANCELLED": CLIENT_CLOSED_REQUEST,
-        "UNAVAILABLE": 503,
-        "DEADLINE_EXCEEDED": 504,
-    }
-)
 _TYPE: Mapping[int, str] = MappingProxyType(
     {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
-)
-# Reasons that HTTP says more precisely than their class does.
-_STATUS_OF_REASON: Mapping[str, int] = MappingProxyType(
-    {
-        "unknown_model": 404,
-        "unknown_path": 404,
-        "method_not_allowed": 405,
-        "body_timeout": 408,
-        "body_too_large": 413,
-        "bad_content_type": 415,
-    }
 )
 # Codes that OpenAI's users look for.
 _CODE_OF_REASON: Mapping[str, str] = MappingProxyType(
     {"unknown_model": "model_not_found", "no_credential": "invalid_api_key", "bad_credential": "invalid_api_key"}
 )
-
-
-def status_of(status: str, reason: str) -> int:
-    """The HTTP status of a gRPC status' name with a reason."""
-    return _STATUS_OF_REASON.get(reason) or _STATUS.get(status, 500)
 
 
 def http_status(error: GenlockError) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cluster.openai.errors import status_of
+from cluster.http_status import status_of
 from kvstore.errors import NotFound
 
 
