@@ -39,6 +39,8 @@ def make_app(state: GatewayState, unix_s: Callable[[], float]) -> Starlette:
             Route("/v1/completions", Generate(Kind.COMPLETION, state, path, served, unix_s), methods=["POST"]),
             Route("/healthz", _live, methods=["GET"]),
             Route("/readyz", Ready(state), methods=["GET"]),
+            # Where load generators and balancers made for other servers look.
+            Route("/health", Ready(state), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _refused},
     )

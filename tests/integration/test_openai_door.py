@@ -347,12 +347,14 @@ async def test_health():
     async with scripted(ready=False) as env, httpx2.AsyncClient(base_url=env.url.removesuffix("/v1")) as http:
         env.state.set_fleet(env.state.fleet.removed("decode-0"))
         assert (await http.get("/healthz")).json() == {"status": "live"}
-        waiting = await http.get("/readyz")
-        assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "not_ready")
+        for path in ("/readyz", "/health"):
+            waiting = await http.get(path)
+            assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "not_ready")
         error = await error_of(chat(env.client))
         assert error.status_code == 503
     async with scripted() as env, httpx2.AsyncClient(base_url=env.url.removesuffix("/v1")) as http:
-        assert (await http.get("/readyz")).json() == {"status": "ready"}
+        for path in ("/readyz", "/health"):
+            assert (await http.get(path)).json() == {"status": "ready"}
         env.state.draining = True
         assert (await http.get("/readyz")).json()["error"]["code"] == "draining"
         assert (await http.get("/healthz")).status_code == 200

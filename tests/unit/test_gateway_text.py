@@ -110,3 +110,11 @@ def test_first_match_prefers_the_end_then_the_longer():
     assert first_match("abcd", ("bcd", "c")) == (2, "c")
     assert first_match("xab", ("b", "ab")) == (1, "ab")
     assert first_match("xyz", ("b",)) == (-1, "")
+
+
+@settings(deadline=None, derandomize=True)
+@given(SMALL, st.lists(st.integers(0, 60), max_size=6), st.booleans())
+def test_a_hidden_token_is_counted_and_shown_without_its_text(text: str, cuts: list[int], stops: bool):
+    data, hidden = text.encode(), frozenset(b"b")
+    out, ids, matched, count = run(data, ("never",) if stops else (), cuts, hidden)
+    assert (out, ids, matched, count) == (text.replace("b", ""), data, "", len(data))
