@@ -152,6 +152,19 @@ class ApiConfig:
 
 
 @dataclass(frozen=True)
+class AuthConfig:
+    """Beside `api.tenants_file`."""
+
+    registry_keys: bool = _setting(False, "Also take the keys that `genlock keys` keeps in the registry.")
+    issuer: str = _setting("", "Identity provider whose tokens (JWT) are taken; empty: none.")
+    audience: str = _setting("genlock", "What its tokens must be meant for.", check=_not_blank)
+    jwks: str = _setting("", "Its public keys: a file, or an https address.")
+    tenant_claim: str = _setting("tenant", "Claim that names the tenant.", check=_not_blank)
+    role_claim: str = _setting("genlock_role", "Claim that names the role, or a list of roles.", check=_not_blank)
+    operator_role: str = _setting("operator", "The role of operators.", check=_not_blank)
+
+
+@dataclass(frozen=True)
 class TlsConfig:
     cert_file: str = _setting(
         "",
@@ -304,7 +317,7 @@ def _kube_name(value: str) -> str:
 
 @dataclass(frozen=True)
 class KubeConfig:
-    enabled: bool = _setting(False, "The controller owns the replicas of a RayCluster (KubeRay).")
+    enabled: bool = _setting(False, "`genlock controller` owns the replicas of a RayCluster (KubeRay).")
     cluster: str = _setting("genlock", "Name of the RayCluster.", check=_kube_name)
     namespace: str = _setting(
         "", "Its namespace; empty: the service account's.", check=lambda value: _kube_name(value) if value else ""
@@ -339,6 +352,7 @@ class Config:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     api: ApiConfig = field(default_factory=ApiConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)

@@ -205,13 +205,14 @@ async def test_a_denied_patch_is_an_event_and_the_reason_of_the_worker_that_wait
         served.before = lambda request: (403, "cannot patch rayclusters") if request.method == "PATCH" else None
         await world.operations.scale(None, 3, ME)
 
-        def reasons(_state) -> str:
-            return " ".join(row.reason for row in world.operations._view().workers if row.worker_id == "decode-2")
+        def told_of(phase: str, words: str):
+            return lambda _state: any(
+                row.worker_id == "decode-2" and row.phase == phase and words in row.reason
+                for row in world.operations._view().workers
+            )
 
-        await world.until(lambda s: "kube_denied" in reasons(s), "its reason while it waits")
-        await world.until(
-            lambda s: "0 are free; kube_denied" in reasons(s) and "cannot patch" in reasons(s), "demand and supply"
-        )
+        await world.until(told_of("STARTING", "cannot patch rayclusters"), "its reason while it waits")
+        await world.until(told_of("STOPPED", "0 are free; kube_denied"), "demand and supply")
         await world.until(lambda _s: not world.controller._events, "events")
         assert await world.told("kube_denied")
         assert served.replicas("decode") == 2
