@@ -251,3 +251,19 @@ async def test_a_gateway_that_drains_refuses_at_both_doors_and_serves_those_who_
         await asyncio.gather(*calls)
         assert script.order == ["one", "two"]
         await idle(env)
+
+
+async def test_an_http_client_that_leaves_while_it_waits_is_forgotten_at_once():
+    async with scripted(hang, **ONE_PLACE, api__queue_ms=60_000) as env:
+        held = env.stub.Generate(prompt(), timeout=60)
+        await held.read()
+        leaver = asyncio.create_task(env.client.completions.create(model="toy", prompt="x", stream=True))
+        await waiting(env, 1)
+        leaver.cancel()
+        await waiting(env, 0)
+        async with asyncio.timeout(10):
+            while len(env.state.running) != 1:
+                await asyncio.sleep(0.005)
+        assert len(env.decode.seen) == 1
+        held.cancel()
+        await idle(env)
