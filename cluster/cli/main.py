@@ -39,6 +39,7 @@ COMMANDS = {
     "sim": LazyCommand("sim.cli:sim_command", "Search for broken promises in simulated clusters, seed by seed."),
     "autoscale": LazyCommand("cluster.cli.autoscale:command", "Decide how many workers there are, and why."),
     "manifest": LazyCommand("cluster.cli.manifest:command", "Kubernetes manifests, rendered and checked."),
+    "keys": LazyCommand("cluster.cli.keys:command", "API keys of tenants and operators."),
     "certs": LazyCommand("cluster.cli.certs:command", "Certificates for trying TLS out."),
     "doctor": LazyCommand("cluster.cli.doctor:command", "Check this host: Ray, Redis, engines, ports, clocks."),
     "completion": LazyCommand("cluster.cli.completion:command", "Completion for bash, zsh or fish."),

@@ -205,15 +205,7 @@ class _Signals:
 
 
 def authenticator_of(config: Config) -> Authenticator | None:
-    """Whoever the tenants file names; None where there is none. Raises InvalidInput."""
-    from cluster.gateway.identity import authenticator_from
-    from kvstore.errors import InvalidInput
+    """What the settings name; None where they name nobody: then everybody is the one tenant. Raises InvalidInput."""
+    from cluster.launch.credentials import credentials_of
 
-    name = config.api.tenants_file
-    if not name:
-        return None
-    try:
-        text = Path(name).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput("bad_tenants_file", f"{name} cannot be read: {error}", field="api.tenants_file") from error
-    return authenticator_from(text, name)
+    return credentials_of(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -12,19 +13,21 @@ from typing import Protocol
 import yaml
 
 from cluster.gateway.queueing import PRIORITIES, Priority
-from kvstore.errors import InvalidInput, Unauthenticated
+from kvstore.errors import InvalidInput, PermissionDenied, Unauthenticated
 
 DEFAULT_TENANT = "default"
 MAX_TOKEN_CHARS = 4096
 MAX_TENANT_REQUESTS = 65_536
-_KEYS = frozenset({"tokens_sha256", "operator", "max_requests", "max_priority"})
+_KEYS = frozenset({"tokens_sha256", "operator", "inference", "max_requests", "max_priority"})
 
 
 @dataclass(frozen=True)
 class Caller:
     tenant: str
-    # May ask what concerns all tenants.
+    # May ask what concerns all tenants, and change the fleet.
     operator: bool = False
+    # May use the model.
+    inference: bool = True
     # Most requests of this tenant at once; None: what the settings say, 0: no limit of its own.
     max_requests: int | None = None
     # The highest priority that its requests may have.
@@ -51,27 +54,64 @@ class BearerTenants:
         """`callers`: SHA-256 of a token -> who holds it."""
         self._callers = MappingProxyType(dict(callers))
 
+    @property
+    def callers(self) -> Mapping[bytes, Caller]:
+        return self._callers
+
     def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        values = [value for key, value in metadata if key == "authorization"]
-        if len(values) != 1 or not isinstance(values[0], str):
-            raise Unauthenticated("no_credential", "send one `authorization: Bearer <token>`")
-        scheme, _, token = values[0].partition(" ")
-        if scheme.lower() != "bearer" or not token or len(token) > MAX_TOKEN_CHARS:
-            raise Unauthenticated("no_credential", "send one `authorization: Bearer <token>`")
-        # A look-up by digest tells nothing about how much of a token was right.
-        caller = self._callers.get(hashlib.sha256(token.encode()).digest())
+        caller = self._callers.get(digest_of(bearer_token(metadata)))
         if caller is None:
             raise Unauthenticated("bad_credential", "the token is not known here")
         return caller
+
+
+class Several:
+    """The first of several that knows the caller."""
+
+    def __init__(self, *sources: Authenticator) -> None:
+        self._sources = sources
+
+    def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+        """Raises what the last one raises."""
+        kept = tuple(metadata)
+        for source in self._sources[:-1]:
+            with contextlib.suppress(Unauthenticated):
+                return source.caller(kept)
+        return self._sources[-1].caller(kept)
+
+
+def user(caller: Caller) -> Caller:
+    """Raises PermissionDenied (`operator_only`) for a credential that is for the fleet alone."""
+    if not caller.inference:
+        raise PermissionDenied("operator_only", "this credential is for operators; the model needs a tenant's")
+    return caller
+
+
+def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The one token of a call. Raises Unauthenticated (`no_credential`)."""
+    values = [value for key, value in metadata if key == "authorization"]
+    if len(values) != 1 or not isinstance(values[0], str):
+        raise Unauthenticated("no_credential", "send one `authorization: Bearer <token>`")
+    scheme, _, token = values[0].partition(" ")
+    if scheme.lower() != "bearer" or not token or len(token) > MAX_TOKEN_CHARS:
+        raise Unauthenticated("no_credential", "send one `authorization: Bearer <token>`")
+    return token
+
+
+def digest_of(token: str) -> bytes:
+    """A look-up by digest tells nothing about how much of a token was right."""
+    return hashlib.sha256(token.encode()).digest()
 
 
 def authenticator_from(text: str, name: str) -> BearerTenants:
     """Reads a tenants file. Raises InvalidInput naming what is wrong.
 
     tenants:
-      acme: {tokens_sha256: [<64 hex digits>, ...], operator: false, max_requests: 32, max_priority: normal}
+      acme: {tokens_sha256: [<64 hex digits>, ...], max_requests: 32, max_priority: normal}
+      ops: {tokens_sha256: [...], operator: true}
 
-    All but the digests may be absent: no operator, `api.tenant_max_requests`, every priority.
+    All but the digests may be absent: no operator, `api.tenant_max_requests`, every priority. An operator may not use
+    the model unless `inference: true` says so: the two are separate roles.
     """
     try:
         tree = yaml.safe_load(text)
@@ -106,4 +146,9 @@ def _caller(tenant: str, entry: Mapping[str, object]) -> Caller:
     priority = PRIORITIES.get(str(entry.get("max_priority", "high")))
     if priority is None:
         raise ValueError(f"max_priority of tenant {tenant!r} is none of {', '.join(PRIORITIES)}")
-    return Caller(tenant, bool(entry.get("operator", False)), most, priority)
+    roles = {name: entry[name] for name in ("operator", "inference") if name in entry}
+    for name, value in roles.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} of tenant {tenant!r} is neither true nor false")
+    operator = bool(roles.get("operator", False))
+    return Caller(tenant, operator, bool(roles.get("inference", not operator)), most, priority)

@@ -19,7 +19,7 @@ from typing import Protocol
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
 from cluster.gateway.fleet import Claim
-from cluster.gateway.identity import Caller
+from cluster.gateway.identity import Caller, user
 from cluster.gateway.running import RequestFacts
 from cluster.gateway.state import GatewayState
 from cluster.gateway.steering import Steering, steering
@@ -112,7 +112,7 @@ class RequestPath:
         """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
         state = self._state
         trail.enter("admit")
-        caller = state.authenticator.caller(call.metadata())
+        caller = user(state.authenticator.caller(call.metadata()))
         task = asyncio.current_task()
         assert task is not None
         limit_ms = deadline_ms(state.config.api, call.remaining_s())

@@ -8,6 +8,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.gateway.credentials import Credentials
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.metrics import targets_of
 from cluster.gateway.operator import OperatorService
@@ -85,6 +86,8 @@ class Gateway:
         metrics = self._config.metrics
         if metrics.port != OFF:
             self.metrics_endpoint = f"{metrics.host}:{self._metrics.start(metrics.host, metrics.port)}"
+        if isinstance(self.state.authenticator, Credentials):
+            await self.state.authenticator.start()
         self.state.on_fleet_change = self._tell_health
         self._tell_health()
         # While this loop answers, this process is alive; whether requests can be served is another question.
@@ -110,6 +113,8 @@ class Gateway:
             await self._drain(grace_ms)
             await server.stop(1.0)
         await self._poller.stop()
+        if isinstance(self.state.authenticator, Credentials):
+            await self.state.authenticator.stop()
         await asyncio.gather(*self._health_tasks, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._metrics.stop)
         await self.state.close()

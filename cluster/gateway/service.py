@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cluster.gateway.admission import check_model, check_prompt, check_request_id
+from cluster.gateway.identity import user
 from cluster.gateway.path import RequestPath, deadline_ms
 from cluster.gateway.state import GatewayState
 from genlock.v1 import inference_pb2 as pb
@@ -55,7 +56,7 @@ class InferenceService(services.InferenceServiceServicer):
         await self._path.run(GrpcCall(request, context))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._state.authenticator.caller(context.invocation_metadata() or ())
+        user(self._state.authenticator.caller(context.invocation_metadata() or ()))
         check_model(request.model, self._state.limits)
         prompt = check_prompt(request, self._state.limits, self._state.config.api)
         limit_ms = deadline_ms(self._state.config.api, context.time_remaining())

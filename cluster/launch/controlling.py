@@ -12,8 +12,9 @@ from cluster.control.actor import Service
 from cluster.control.controller import Controller
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
-from cluster.gateway.identity import Authenticator, SingleTenant, authenticator_from
+from cluster.gateway.identity import Authenticator, Several, SingleTenant, authenticator_from
 from cluster.kube.room import KubeRoom
+from cluster.launch.credentials import credentials_of
 from cluster.launch.hands import LauncherHands, make_controller
 from cluster.launch.launcher import Launcher, ignore_loss
 from cluster.launch.ports import own_address
@@ -59,12 +60,16 @@ class ControllerService:
     """Controller, its hands on Ray, and the operators' RPCs at one endpoint that the registry names."""
 
     def __init__(self, config: Config, launcher: Launcher, tenants: str = "") -> None:
-        """`tenants`: text of the tenants file; empty: whoever reaches the port is an operator."""
+        """`tenants`: text of the tenants file, which may not be on this host; without it and any other source of
+        callers, whoever reaches the port is an operator."""
         check_alone(config)
         self._config = config
         self._launcher = launcher
+        elsewhere = credentials_of(replace(config, api=replace(config.api, tenants_file="")))
+        known = authenticator_from(tenants, config.api.tenants_file) if tenants else None
+        self._elsewhere = elsewhere
         self._authenticator: Authenticator = (
-            authenticator_from(tenants, config.api.tenants_file) if tenants else SingleTenant()
+            Several(known, elsewhere) if known and elsewhere else known or elsewhere or SingleTenant()
         )
         self._server: grpc.aio.Server | None = None
         self._controller: Controller | None = None
@@ -93,6 +98,8 @@ class ControllerService:
         await self._launcher.open([])
         operations.endpoint = f"{host}:{port}"
         await controller.start(endpoint=operations.endpoint)
+        if self._elsewhere is not None:
+            await self._elsewhere.start()
         operations.start()
         await server.start()
         for name in ("", "readiness", "liveness"):
@@ -102,6 +109,8 @@ class ControllerService:
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(0.5)
+        if self._elsewhere is not None:
+            await self._elsewhere.stop()
         if self._operations is not None:
             await self._operations.stop()
         if self._controller is not None:

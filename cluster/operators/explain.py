@@ -109,6 +109,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
         "Remove workers, or use one namespace for each cluster.", False),
     "too_many_connections": ("RESOURCE_EXHAUSTED", "The HTTP door holds as many connections as it may.", _BUSY, True),
     "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
+    "too_many_keys": ("RESOURCE_EXHAUSTED", "The registry keeps as many API keys as it may.", "Revoke some.", False),
     "no_memory": (
         "RESOURCE_EXHAUSTED", "Memory for a pool could not be had.",
         "Lower the pages of the pool, or give the host (or /dev/shm) more memory.", False),
@@ -247,6 +248,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "operator_only": ("PERMISSION_DENIED", "The credential may use the fleet, not the model.",
                       "Use a tenant's credential.", False),
     "unknown_worker": ("NOT_FOUND", "No worker has that name.", "`genlock get workers` lists them.", False),
+    "unknown_key": ("NOT_FOUND", "No API key has that id.", "`genlock keys list` lists them.", False),
     "unknown_node": ("NOT_FOUND", "No node has that name.", "`genlock get nodes` lists them.", False),
     "unknown_request": ("NOT_FOUND", "No running or lately ended request has that id.",
                         "`genlock get requests` lists those of this gateway.", False),
@@ -308,13 +310,13 @@ _SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
 
 # Reasons of INVALID_ARGUMENT beside those that say it by their first word.
 _PLAIN_INPUT = frozenset(
-    """answer_too_long body_too_large context_exceeded context_too_long empty_prompt fault_not_possible
-    format_not_built fp16_unavailable malformed_request method_not_allowed model_differs
-    model_not_installed no_matplotlib no_ray_cluster no_secret no_service_account no_shared_registry
-    no_such_file no_ticket nothing_named order_not_built other_engine other_layout other_protocol
-    page_out_of_range peer_refused prefill_not_named prompt_too_long record_newer second_ticket
-    slot_bytes_differ slot_twice text_too_long token_out_of_range tokenizer_differs too_many_pages
-    tools_unsupported tracing_not_installed triton_missing unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
+    """answer_too_long body_too_large context_exceeded context_too_long empty_prompt empty_token fault_not_possible
+    format_not_built fp16_unavailable jwt_not_installed malformed_request method_not_allowed model_differs
+    model_not_installed no_matplotlib no_ray_cluster no_secret no_service_account no_shared_registry no_such_file
+    no_ticket nothing_named order_not_built other_engine other_layout other_protocol page_out_of_range peer_refused
+    prefill_not_named prompt_too_long record_newer second_ticket slot_bytes_differ slot_twice text_too_long
+    token_out_of_range tokenizer_differs too_many_pages tools_unsupported tracing_not_installed triton_missing
+    unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
 )
 _LIFECYCLE = frozenset(
     """double_free generation_exhausted handoff_exists header_not_own not_open not_owner not_sealed page_busy

@@ -3,6 +3,7 @@ by their tags alone, and readers go on with the last view they had."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.registry.records import Desired, Event, WorkerRecord
@@ -60,6 +61,18 @@ class Registry(Protocol):
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         """Keeps what was answered under an idempotency key. Returns the earlier answer where the key was known, and
         keeps that one."""
+        ...
+
+    async def keys(self) -> Mapping[str, str]:
+        """Digests of API keys, 64 hexadecimal digits, and what is known of each: never a key itself."""
+        ...
+
+    async def put_key(self, digest: str, record: str) -> None:
+        """Raises NoCapacity (`too_many_keys`)."""
+        ...
+
+    async def remove_key(self, digest: str) -> bool:
+        """False: there was none."""
         ...
 
     async def recall(self, key: str) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cluster.registry.base import Registry
@@ -11,12 +11,14 @@ from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.rules import (
     MAX_ANSWERS,
     MAX_EVENT_BATCH,
+    MAX_KEYS,
     check_answer,
     check_ttl,
     check_worker,
     next_revision,
     revision_moved,
     takes_over,
+    too_many_keys,
     too_many_workers,
 )
 
@@ -34,6 +36,7 @@ class MemoryRegistry(Registry):
         self._desired = Desired()
         self._events: list[Event] = []
         self._sequence = 0
+        self._keys: dict[str, str] = {}
 
     @property
     def skipped(self) -> int:
@@ -75,6 +78,17 @@ class MemoryRegistry(Registry):
             raise revision_moved(current, expected_revision)
         self._desired = replace(wanted, revision=next_revision(current, expected_revision, wanted.revision))
         return self._desired
+
+    async def keys(self) -> Mapping[str, str]:
+        return dict(self._keys)
+
+    async def put_key(self, digest: str, record: str) -> None:
+        if digest not in self._keys and len(self._keys) >= MAX_KEYS:
+            raise too_many_keys()
+        self._keys[digest] = record
+
+    async def remove_key(self, digest: str) -> bool:
+        return self._keys.pop(digest, None) is not None
 
     async def append_event(self, event: Event) -> Event:
         self._sequence += 1

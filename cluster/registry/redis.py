@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,12 @@ from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.rules import (
     MAX_EVENT_BATCH,
+    MAX_KEYS,
     check_answer,
     check_ttl,
     check_worker,
     revision_moved,
+    too_many_keys,
     too_many_workers,
 )
 from cluster.settings import RegistryConfig
@@ -142,6 +144,19 @@ class RedisRegistry(Registry):
         name = self._key(_answer_key(key))
         kept: bytes | None = await self._call(lambda: self._redis.get(name))
         return kept
+
+    async def keys(self) -> Mapping[str, str]:
+        kept = await self._call(lambda: self._redis.hgetall(self._key("keys")))
+        return {digest.decode("ascii", "replace"): text.decode("utf-8", "replace") for digest, text in kept.items()}
+
+    async def put_key(self, digest: str, record: str) -> None:
+        name = self._key("keys")
+        if int(await self._call(lambda: self._redis.hlen(name))) >= MAX_KEYS:
+            raise too_many_keys()
+        await self._call(lambda: self._redis.hset(name, digest, record))
+
+    async def remove_key(self, digest: str) -> bool:
+        return bool(await self._call(lambda: self._redis.hdel(self._key("keys"), digest)))
 
     # --- the server ---------------------------------------------------------------------------------------------
 

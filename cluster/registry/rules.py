@@ -10,6 +10,7 @@ MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 4096
 MAX_ANSWER_BYTES = 1 << 20
 MAX_ANSWERS = 10_000
+MAX_KEYS = 100_000
 MAX_EVENT_BATCH = 10_000
 MAX_TTL_MS = 7 * 86_400_000
 
@@ -32,6 +33,10 @@ def revision_moved(current: int, expected: int) -> Conflict:
         f"the fleet's revision is {current}, not {expected}: look again and repeat the change",
         field="expected_revision",
     )
+
+
+def too_many_keys() -> NoCapacity:
+    return NoCapacity("too_many_keys", f"the registry keeps at most {MAX_KEYS} API keys: revoke some")
 
 
 def too_many_workers(limit: int) -> NoCapacity:

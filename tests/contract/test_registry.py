@@ -125,8 +125,9 @@ async def test_a_record_that_names_nothing_is_refused(world: World, field: str) 
 
 async def test_what_is_wanted_is_kept_whole(world: World) -> None:
     wanted = Desired(
-        0, 2, 3, frozenset({"decode-1", "prefill-0"}), "prefill: {min: 1}", True, 4, MappingProxyType({"decode-0": 2})
-    )
+        0, 2, 3, frozenset({"decode-1", "prefill-0"}), "prefill: {min: 1}", True, 4, "10.0.0.1:7",
+        MappingProxyType({"decode-0": 2}),
+    )  # fmt: skip
     kept = await world.registry.replace_desired(wanted, 0)
     assert kept.revision > 0
     assert kept == replace(wanted, revision=kept.revision)
@@ -200,3 +201,15 @@ async def test_limits_of_answers(world: World) -> None:
             await world.registry.remember(key, answer, 1000)
     with pytest.raises(InvalidInput):
         await world.registry.remember("k", b"", 0)
+
+
+async def test_keys_are_kept_listed_and_revoked(world: World) -> None:
+    registry = world.registry
+    assert dict(await registry.keys()) == {}
+    await registry.put_key("ab" * 32, '{"tenant": "détail"}')
+    await registry.put_key("cd" * 32, "{}")
+    await registry.put_key("cd" * 32, '{"v": 2}')
+    assert dict(await registry.keys()) == {"ab" * 32: '{"tenant": "détail"}', "cd" * 32: '{"v": 2}'}
+    assert await registry.remove_key("ab" * 32)
+    assert not await registry.remove_key("ab" * 32)
+    assert set(await registry.keys()) == {"cd" * 32}

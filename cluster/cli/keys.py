@@ -1,0 +1,174 @@
+"""`genlock keys`: API keys in the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cluster.cli.options import load_settings, settings_options
+from kvstore.errors import InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from cluster.registry.base import Registry
+
+T = TypeVar("T")
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  genlock keys create acme --config cluster.yaml
+  genlock keys create ops --operator --label "on call"
+  genlock keys list
+  genlock keys revoke 3f9c0a1b
+
+\b
+Gateways take these keys with auth.registry_keys: true and a Redis registry (registry.url). Only SHA-256 digests are
+kept; a key that is revoked is refused by all gateways within registry.poll_ms. For a tenants file: genlock keys
+digest."""
+)
+def command() -> None:
+    """Makes and revokes keys of tenants and operators, for all gateways of a registry at once."""
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  genlock keys create acme
+  genlock keys create acme --max-requests 32 --max-priority normal
+  genlock keys create ops --operator"""
+)
+@click.argument("tenant")
+@click.option("--operator", is_flag=True, help="For the fleet instead of the model.")
+@click.option("--label", default="", help="For people.")
+@click.option("--max-requests", type=click.IntRange(0), help="At once; default: api.tenant_max_requests.")
+@click.option("--max-priority", type=click.Choice(["low", "normal", "high"]), default="high", show_default=True)
+@settings_options
+def create(
+    tenant: str, operator: bool, label: str, max_requests: int | None, max_priority: str, config_file: Path | None,
+    assignments: tuple[str, ...],
+) -> int:  # fmt: skip
+    """Makes a key and prints it, this once, on stdout."""
+    from cluster.gateway.credentials import key_record
+
+    key_id = secrets.token_hex(4)
+    token = f"gl_{key_id}_{secrets.token_urlsafe(32)}"
+    record = key_record(
+        key_id, tenant, operator=operator, created_ms=int(time.time() * 1000), label=label,
+        max_requests=max_requests, max_priority=max_priority,
+    )  # fmt: skip
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    _with_registry(config_file, assignments, lambda registry: registry.put_key(digest, record))
+    click.echo(f"Key {key_id} of {tenant}{' (operator)' if operator else ''}; it is not kept anywhere:", err=True)
+    click.echo(token)
+    return 0
+
+
+@command.command(
+    name="list",
+    epilog="""\b
+Examples:
+  genlock keys list
+  genlock keys list -o json""",
+)
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@settings_options
+def list_keys(output: str, config_file: Path | None, assignments: tuple[str, ...]) -> int:
+    """Lists keys by their ids. The keys themselves are not known to anybody."""
+    from cluster.cli import render
+
+    kept = _records(_with_registry(config_file, assignments, lambda registry: registry.keys()))
+    if output == "json":
+        render.print_json([record for _digest, record in kept])
+    else:
+        columns = ("id", "tenant", "role", "label", "created")
+        rows = [
+            (
+                record.get("id", "?"), record.get("tenant", "?"), "operator" if record.get("operator") else "inference",
+                record.get("label", ""), time.strftime("%Y-%m-%d", time.gmtime(record.get("created_ms", 0) / 1000)),
+            )
+            for _digest, record in kept
+        ]  # fmt: skip
+        render.stdout().print(render.table("", columns, rows))
+    return 0
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  genlock keys revoke 3f9c0a1b"""
+)
+@click.argument("key_id", metavar="ID")
+@settings_options
+def revoke(key_id: str, config_file: Path | None, assignments: tuple[str, ...]) -> int:
+    """Takes a key back. Requests that run with it go on to their end."""
+
+    async def work(registry: Registry) -> int:
+        gone = [digest for digest, record in _records(await registry.keys()) if record.get("id") == key_id]
+        for digest in gone:
+            await registry.remove_key(digest)
+        return len(gone)
+
+    if not _with_registry(config_file, assignments, work):
+        raise NotFound("unknown_key", f"no key {key_id[:64]!r}; `genlock keys list` lists them", field="id")
+    click.echo(f"Revoked {key_id}.", err=True)
+    return 0
+
+
+@command.command(
+    name="digest",
+    epilog="""\b
+Examples:
+  genlock keys digest < token.txt""",
+)
+def print_digest() -> int:
+    """Reads a token on stdin and prints its digest, for tokens_sha256 of a tenants file."""
+    token = sys.stdin.read().strip()
+    if not token:
+        raise InvalidInput("empty_token", "no token on stdin", field="token")
+    click.echo(hashlib.sha256(token.encode()).hexdigest())
+    return 0
+
+
+def _records(kept: Any) -> list[tuple[str, dict[str, Any]]]:
+    out = []
+    for token_digest, text in kept.items():
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = {}
+        out.append((token_digest, record if isinstance(record, dict) else {}))
+    return sorted(out, key=lambda one: (str(one[1].get("tenant")), str(one[1].get("id"))))
+
+
+def _with_registry(
+    config_file: Path | None, assignments: tuple[str, ...], work: Callable[[Registry], Awaitable[T]]
+) -> T:
+    from cluster.registry.make import is_shared, registry_from
+
+    config = load_settings(config_file, assignments).config
+    if not is_shared(config):
+        raise InvalidInput(
+            "no_shared_registry", "keys are kept in a Redis registry: set registry.url, as --set "
+            "registry.url=redis://127.0.0.1:6379/0; for one gateway alone use api.tenants_file",
+            field="registry.url",
+        )  # fmt: skip
+
+    async def run() -> T:
+        registry = registry_from(config, lambda: time.monotonic() * 1000)
+        await registry.open()
+        try:
+            return await work(registry)
+        finally:
+            await registry.close()
+
+    return asyncio.run(run())

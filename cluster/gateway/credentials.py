@@ -1,0 +1,172 @@
+"""Where callers come from: a tenants file that is read again when it changes, keys in the registry that are revoked for
+all gateways at once, tokens of an identity provider. What cannot be read anew leaves what was known in force, and says
+so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.gateway.identity import Caller, authenticator_from, bearer_token, digest_of
+from cluster.gateway.jwt_tokens import JwtTokens
+from cluster.gateway.queueing import PRIORITIES
+from cluster.registry.base import Registry
+from kvstore.errors import GenlockError, InvalidInput, Unauthenticated
+
+log = logging.getLogger("genlock.credentials")
+
+FILE_LOOK_MS = 1_000.0
+MAX_KEYS = 100_000
+
+
+class TokenFile:
+    """Callers of a tenants file; looks at the file's time once a second."""
+
+    def __init__(self, path: str, now_ms: Callable[[], float]) -> None:
+        """Raises InvalidInput (`bad_tenants_file`)."""
+        self._path = path
+        self._now_ms = now_ms
+        self._looked_ms = now_ms()
+        self._stamp = self._look()
+        self._known = self._read()
+        self.rejected = 0
+
+    @property
+    def callers(self) -> Mapping[bytes, Caller]:
+        if self._now_ms() - self._looked_ms >= FILE_LOOK_MS:
+            self._looked_ms = self._now_ms()
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._known = self._read()
+                    log.info("tenants were read again: %d tokens", len(self._known))
+                except InvalidInput as error:
+                    self.rejected += 1
+                    log.warning("tenants were not read again, the former ones hold: %s", error.message)
+        return self._known
+
+    def _look(self) -> tuple[int, int, int]:
+        try:
+            facts = os.stat(self._path)
+        except OSError:
+            return (0, 0, 0)
+        return (facts.st_mtime_ns, facts.st_ino, facts.st_size)
+
+    def _read(self) -> Mapping[bytes, Caller]:
+        try:
+            text = Path(self._path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(
+                "bad_tenants_file", f"{self._path} cannot be read: {error}", field="api.tenants_file"
+            ) from error
+        return authenticator_from(text, self._path).callers
+
+
+class RegistryKeys:
+    """Callers whose keys the registry keeps. Without the registry the last view holds, revocations included."""
+
+    def __init__(self, registry: Registry, poll_ms: int) -> None:
+        self._registry = registry
+        self._poll_ms = poll_ms
+        self._task: asyncio.Task[None] | None = None
+        self.callers: Mapping[bytes, Caller] = {}
+        self.skipped = 0
+
+    async def start(self) -> None:
+        await self.look()
+        self._task = asyncio.create_task(self._loop(), name="keys")
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def look(self) -> None:
+        """One look; a registry that does not answer changes nothing."""
+        with contextlib.suppress(GenlockError):
+            kept = await self._registry.keys()
+            callers: dict[bytes, Caller] = {}
+            skipped = 0
+            for digest, text in list(kept.items())[:MAX_KEYS]:
+                try:
+                    callers[bytes.fromhex(digest)] = caller_from(text)
+                except ValueError:
+                    skipped += 1
+            self.callers, self.skipped = callers, skipped
+
+    async def _loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_ms / 1000)
+            await self.look()
+
+
+def key_record(
+    key_id: str, tenant: str, *, operator: bool, created_ms: int, label: str = "", max_requests: int | None = None,
+    max_priority: str = "high",
+) -> str:  # fmt: skip
+    """What the registry keeps of a key: never the key. Raises InvalidInput."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
+        raise InvalidInput("bad_tenant", f"{tenant[:80]!r} must be 1 to 64 of letters, digits, . _ -", field="tenant")
+    return json.dumps(
+        {
+            "v": 1, "id": key_id, "tenant": tenant, "operator": operator, "created_ms": created_ms,
+            "label": label[:128], "max_requests": max_requests, "max_priority": max_priority,
+        }
+    )  # fmt: skip
+
+
+def caller_from(text: str) -> Caller:
+    """Raises ValueError for a record that cannot be read."""
+    tree: Any = json.loads(text)
+    if not isinstance(tree, dict) or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", str(tree.get("tenant"))):
+        raise ValueError("no tenant")
+    operator = tree.get("operator") is True
+    most = tree.get("max_requests")
+    priority = PRIORITIES.get(str(tree.get("max_priority", "high")))
+    if priority is None or (most is not None and (type(most) is not int or most < 0)):
+        raise ValueError("bad limits")
+    return Caller(tree["tenant"], operator, not operator, most, priority)
+
+
+class Credentials:
+    """All sources together, an Authenticator. A token is looked for in the file, then in the registry, then read as a
+    token of the identity provider."""
+
+    def __init__(
+        self, file: TokenFile | None = None, keys: RegistryKeys | None = None, jwt: JwtTokens | None = None
+    ) -> None:
+        self._file = file
+        self._keys = keys
+        self._jwt = jwt
+
+    async def start(self) -> None:
+        """Looks once at what is elsewhere, then again and again."""
+        for source in (self._keys, self._jwt):
+            if source is not None:
+                await source.start()
+
+    async def stop(self) -> None:
+        for source in (self._keys, self._jwt):
+            if source is not None:
+                await source.stop()
+
+    def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+        """Raises Unauthenticated."""
+        token = bearer_token(metadata)
+        digest = digest_of(token)
+        for source in (self._file, self._keys):
+            known = source.callers.get(digest) if source is not None else None
+            if known is not None:
+                return known
+        if self._jwt is not None and token.count(".") == 2:
+            return self._jwt.caller(token)
+        raise Unauthenticated("bad_credential", "the token is not known here")
