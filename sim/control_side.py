@@ -70,6 +70,7 @@ class Controller:
         self.alive = False
         self._notes: list[DrainNote] = []
         self._gentle: set[tuple[str, int]] = set()  # (name, life) of workers that go or went without haste
+        self._rude: set[tuple[str, int]] = set()
         self.start()
 
     @property
@@ -116,6 +117,7 @@ class Controller:
     def drain_rude(self, worker: Worker) -> None:
         """The bare call, past the controller: gateways learn of it from the worker's status."""
         if worker.alive:
+            self._rude.add((worker.name, worker.life))
             worker.admission.drain(self._rng.randrange(50))
 
     def restart(self, worker: Worker) -> None:
@@ -145,7 +147,8 @@ class Controller:
         assert request.route is not None, "a worker refused it, so it had been routed"
         decode, prefill = request.route.lives
         place = prefill if "prefill" in error.reason + error.message else decode
-        if place in self._gentle:
+        # A door that a rude drain has shut stays shut: a gentle one that comes later cannot keep a promise there.
+        if place in self._gentle and place not in self._rude:
             self._world.laws.broken("drain_lost_request", f"request {request.number} at {place}: {error.reason}")
 
     def judge_overdue(self) -> None:
