@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from cluster.autoscale.policy import Bounds, Mode, Policy
+from cluster.autoscale.policy import MAX_WORKERS, Bounds, Mode, Policy
 from cluster.autoscale.signals import DecodeSignals, PrefillSignals, Signals, fault, flat
 
 # Wishes that are kept. Where a window has more, memory does not reach back far enough and the fleet does not change.
@@ -114,8 +114,8 @@ def _usable(name: str, role: PrefillSignals | DecodeSignals, policy: Policy, now
 
 
 def _ceil(value: float) -> int:
-    # 3.0000000001 workers are 3.
-    return math.ceil(value - 1e-6)
+    # 3.0000000001 workers are 3. A speed of almost nothing would ask for more than there are numbers.
+    return math.ceil(min(value, MAX_WORKERS) - 1e-6)
 
 
 # --- what the signals ask for -----------------------------------------------------------------------------------------
