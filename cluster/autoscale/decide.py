@@ -85,6 +85,7 @@ def decide(policy: Policy, memory: Memory, signals: Signals, current: Counts, no
     target = Counts(
         target.prefill if usable_p or idle else current.prefill, target.decode if usable_d or idle else current.decode
     )
+    target = _with_unseen(signals, target, current, notes)
     target = _fits(policy, target, current, notes)
     if target == current and not notes.lines:
         notes.add("enough")
@@ -111,6 +112,21 @@ def _usable(name: str, role: PrefillSignals | DecodeSignals, policy: Policy, now
     if wrong:
         notes.add(f"{name} holds: {wrong}")
     return not wrong
+
+
+def _with_unseen(signals: Signals, target: Counts, current: Counts, notes: _Notes) -> Counts:
+    """What cannot be seen may be work: no reason to have fewer workers, and none against more."""
+
+    def role(name: str, unseen: float, want: int, have: int) -> int:
+        if not unseen or want >= have:
+            return want
+        notes.add(f"{name} does not shrink: {unseen:.0f} worker{'s do' if unseen > 1 else ' does'} not answer")
+        return have
+
+    return Counts(
+        role("prefill", signals.prefill.unseen, target.prefill, current.prefill),
+        role("decode", signals.decode.unseen, target.decode, current.decode),
+    )
 
 
 def _ceil(value: float) -> int:
@@ -186,6 +202,8 @@ def _idle(policy: Policy, memory: Memory, signals: Signals, usable: bool, now_ms
         and not signals.prefill.backlog_tokens
         and not signals.decode.running
         and not signals.decode.waiting
+        and not signals.prefill.unseen
+        and not signals.decode.unseen
     )
     if not quiet or memory.busy_ms is None:
         return replace(memory, busy_ms=now_ms), False

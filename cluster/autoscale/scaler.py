@@ -102,6 +102,7 @@ class Meter:
             worker_tokens_per_s=self._speed,
             queue_ms=sum(self._moved(one, "queue_ms") for one in answered) / waited if waited else 0.0,
             ttft_ms=self._ttft(told),
+            unseen=float(len(workers) - len(answered)),
         )
 
     def _ttft(self, told: Sequence[Told]) -> float | None:
@@ -127,6 +128,7 @@ class Meter:
             free_pages=float(sum(status.pool.free + status.pool.cached for status in ready)),
             quarantined_pages=float(sum(status.pool.quarantined for status in ready)),
             token_ms=sum(self._moved(one, "token_ms") for one in answered) / tokens if tokens else None,
+            unseen=float(len(workers) - len(answered)),
         )
 
     def _arrivals(self, told: Sequence[Told]) -> float | None:

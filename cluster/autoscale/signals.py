@@ -22,6 +22,8 @@ class PrefillSignals:
     queue_ms: float | None
     # Measured from end to end; None when nothing finished in the window.
     ttft_ms: float | None = None
+    # Workers that are not ready and do not answer: what they do cannot be seen.
+    unseen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class DecodeSignals:
     quarantined_pages: float | None
     # Time for each token after the first; None when nothing was generated in the window.
     token_ms: float | None = None
+    # Workers that are not ready and do not answer: what they do cannot be seen.
+    unseen: float = 0.0
 
 
 @dataclass(frozen=True)

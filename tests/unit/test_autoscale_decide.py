@@ -73,6 +73,16 @@ def test_utilisation_mode_ignores_the_latencies() -> None:
     assert once("mode: utilisation\nutilisation: {prefill: 0.25}", seen, Counts(1, 1)).target == Counts(2, 1)
 
 
+def test_work_that_cannot_be_seen_keeps_workers_and_hinders_none() -> None:
+    idle = {"d_running": 0.0, "d_unseen": 1.0, "p_arriving_tokens_per_s": 0.0, "p_unseen": 2.0}
+    held = once("to_zero: {enabled: true, idle_ms: 1000}", signals(arrivals=0.0, **idle), Counts(2, 3), Memory((), 0.0))
+    assert (held.target, held.clamped) == (Counts(2, 3), Counts(1, 1))
+    assert "decode does not shrink: 1 worker does not answer" in held.reasons
+    assert "prefill does not shrink: 2 workers do not answer" in held.reasons
+    assert once("", signals(d_running=120.0, d_unseen=1.0), Counts(1, 2)).target == Counts(1, 3)
+    assert once("", signals(d_running=0.0), Counts(1, 3)).target == Counts(1, 1)
+
+
 BAD = [None, math.nan, math.inf, -math.inf, -1.0, 1e300]
 
 

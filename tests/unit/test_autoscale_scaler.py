@@ -61,7 +61,8 @@ def test_a_ready_worker_that_tells_nothing_makes_its_role_missing() -> None:
     assert seen.prefill.backlog_tokens is None
     assert seen.decode.running == 0
     seen = meter.read([prefill(status()), prefill(None, "prefill-1", ready=False), decode(status())], 1.0)
-    assert seen.prefill.backlog_tokens == 0, "one that starts or is gone is not missed"
+    assert seen.prefill.backlog_tokens == 0, "one that is not ready is not missed"
+    assert (seen.prefill.unseen, seen.decode.unseen) == (1, 0), "but what it does is not known"
 
 
 def test_the_speed_is_remembered_while_nothing_is_computed() -> None:
