@@ -191,6 +191,11 @@ class MetricsConfig:
         -1, "Port of a worker's metrics: the first free one from here on; 0: any free one; -1 or empty: off.",
         low=-1, high=65_535, empty=-1,
     )  # fmt: skip
+    controller_port: int = _setting(
+        -1, "Port of the metrics of `genlock controller`, 9466 by custom; 0: any free one; -1 or empty: off. In "
+        "`genlock up` they are the gateway's.",
+        low=-1, high=65_535, empty=-1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from cluster.control.api import Change
 from cluster.control.asker import told_of
 from cluster.control.core import reconcile
+from cluster.control.ending import end_tasks
 from cluster.control.hands import Asker, Hands, Room
 from cluster.control.room import RoomKeeper
 from cluster.control.state import (
@@ -37,6 +38,7 @@ from cluster.control.state import (
     State,
     Stop,
 )
+from cluster.control.tally import Tally
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event
 from cluster.registry.tell import record_of
@@ -107,6 +109,7 @@ class Controller:
         # Called after each turn that changed a row, with the rows before and after.
         self.on_change: Callable[[State, State], None] = lambda _before, _after: None
         self.surprises = 0
+        self.tally = Tally(turned_ms=clocks.now_ms())
         # A later life of the controller has begun: this one decides nothing any more.
         self.superseded = False
         # What the registry's last failure was; empty: it answers.
@@ -159,9 +162,7 @@ class Controller:
         """Ends the controller, not the workers."""
         tasks = [*self._loops, *self._tasks]
         self._loops = []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         if self.keeper is not None:
             await self.keeper.room.close()
         await self._asker.close()
@@ -196,6 +197,11 @@ class Controller:
     def hear(self, seen: Observation) -> None:
         self._heard.append(seen)
         self._wake.set()
+
+    @property
+    def events_waiting(self) -> int:
+        """Events that the registry has not taken yet."""
+        return len(self._events)
 
     async def turned(self, true: Callable[[State], bool], timeout_ms: float) -> bool:
         """Waits until `true` of the state after some turn."""
@@ -261,6 +267,7 @@ class Controller:
         for action in actions:
             self._perform(action)
         self._sweep()
+        self.tally.turn(before, after, self.clocks.now_ms())
         if after.rows != before.rows:
             self.on_change(before, after)
         if self.keeper is not None and (after.rows != before.rows or not self.keeper.awake):
@@ -457,6 +464,7 @@ class Controller:
                 except GenlockError:
                     await asyncio.sleep(1.0)
                     continue
+                self.tally.events += 1
                 if self._events and self._events[0] is event:
                     self._events.popleft()
 

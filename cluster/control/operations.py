@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from types import MappingProxyType
 
 from cluster.control.api import Change, FleetControl, FleetView, NodeRow, ScalePlan, WorkerRow
 from cluster.control.controller import Controller
 from cluster.control.core import ROLES, leavers, unsettled
+from cluster.control.ending import end_tasks
 from cluster.control.hands import Autoscaler
 from cluster.control.state import DrainAsked, Phase, Row, State
 from cluster.registry.records import Desired, Event
@@ -25,11 +27,22 @@ MAX_DECISIONS = 1000
 AUTOSCALER = "autoscaler"
 
 
+class Moved(StrEnum):
+    """What a decision of the autoscaler did to one role."""
+
+    HELD = "held"
+    UP = "up"
+    DOWN = "down"
+
+
 class Operations(FleetControl):
     """One change at a time. `endpoint`: where this controller can be called; may be set later."""
 
     def __init__(self, controller: Controller, autoscaler: Autoscaler | None = None, autoscale_ms: int = 5_000) -> None:
         self.endpoint = ""
+        # Decisions of the autoscaler, carried out or held.
+        self.moved: Counter[tuple[Role, Moved]] = Counter()
+        self.surprises = 0
         self._controller = controller
         self._autoscaler = autoscaler
         self._autoscale_ms = autoscale_ms
@@ -45,8 +58,7 @@ class Operations(FleetControl):
     async def stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -280,6 +292,7 @@ class Operations(FleetControl):
             except GenlockError as error:
                 self._controller.record("autoscale", "fleet", f"not carried out: {error.message}")
             except Exception as unexpected:
+                self.surprises += 1
                 surprise(unexpected, "a decision of the autoscaler")
 
     async def _autoscale(self, autoscaler: Autoscaler) -> None:
@@ -295,6 +308,14 @@ class Operations(FleetControl):
         if (prefill, decode) != (None, None) and (prefill, decode) != (desired.prefill, desired.decode):
             change = Change(AUTOSCALER, verdict.reason, expected_revision=desired.revision)
             await self.scale(prefill, decode, change)
+        for role, before, after in ((Role.PREFILL, desired.prefill, prefill), (Role.DECODE, desired.decode, decode)):
+            self.moved[role, _moved(before, after)] += 1
+
+
+def _moved(before: int, after: int | None) -> Moved:
+    if after is None or after == before:
+        return Moved.HELD
+    return Moved.UP if after > before else Moved.DOWN
 
 
 def _check_count(name: str, count: int | None, change: Change) -> None:

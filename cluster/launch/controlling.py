@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.actor import Service
 from cluster.control.controller import Controller
+from cluster.control.metrics import controller_registry, read_controller
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
 from cluster.gateway.identity import Authenticator, Several, SingleTenant, authenticator_from
@@ -26,7 +28,9 @@ from cluster.settings import Config
 from genlock.v1 import operator_pb2_grpc
 from kvstore.errors import InvalidInput, PermissionDenied, Unavailable
 from wire.interceptor import TypedErrors
+from wire.metrics_http import OFF, MetricsServer, reachable
 from wire.options import server_options
+from wire.version import app_version
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -74,6 +78,9 @@ class ControllerService:
         self._server: grpc.aio.Server | None = None
         self._controller: Controller | None = None
         self._operations: Operations | None = None
+        self._metrics: MetricsServer | None = None
+        # Where Prometheus finds this process; "" where that is off.
+        self.metrics_endpoint = ""
 
     async def start(self) -> str:
         config = self._config
@@ -95,6 +102,7 @@ class ControllerService:
                 "port_taken", f"cannot listen on {host}:{config.control.port}: choose another", field="control.port"
             ) from error
         self._controller, self._operations, self._server = controller, operations, server
+        self._start_metrics(controller, operations, host)
         await self._launcher.open([])
         operations.endpoint = f"{host}:{port}"
         await controller.start(endpoint=operations.endpoint)
@@ -116,6 +124,18 @@ class ControllerService:
         if self._controller is not None:
             await self._controller.stop()
             await self._controller.registry.close()
+        if self._metrics is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._metrics.stop)
+
+    def _start_metrics(self, controller: Controller, operations: Operations, host: str) -> None:
+        """Raises Unavailable (`port_taken`)."""
+        metrics = self._config.metrics
+        if metrics.controller_port == OFF:
+            return
+        registry = controller_registry(lambda: read_controller(controller, operations), app_version())
+        self._metrics = MetricsServer(registry)
+        port = self._metrics.start(metrics.host, metrics.controller_port, setting="metrics.controller_port")
+        self.metrics_endpoint = reachable(metrics.host, host, port)
 
     def _operator(self, metadata: Metadata) -> str:
         """Raises Unauthenticated, PermissionDenied."""

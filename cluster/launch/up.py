@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from cluster.autoscale.scaler import Scaler
 from cluster.config import with_secret
 from cluster.control.controller import Controller
+from cluster.control.metrics import ControllerCollector, read_controller
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
 from cluster.control.state import Ended, Found, State
@@ -189,9 +190,10 @@ class Cluster:
         for worker_id, detail in early:
             self._tell_end(worker_id, detail)
         scaler = PolicyScaler(unix_ms, Scaler(arrivals=_arrivals(gateway.state)))
-        self._operations = Operations(controller, scaler, self.config.control.autoscale_ms)
-        self._operations.start()
-        gateway.state.backend = LocalBackend(FleetOperations(self._operations, unix_ms))
+        operations = self._operations = Operations(controller, scaler, self.config.control.autoscale_ms)
+        gateway.state.metrics.registry.register(ControllerCollector(lambda: read_controller(controller, operations)))
+        operations.start()
+        gateway.state.backend = LocalBackend(FleetOperations(operations, unix_ms))
         self._watch = RegistryWatch(gateway.state, registry)
         self._watch.start()
 

@@ -53,8 +53,9 @@ def engine_reaches(documents: Sequence[Document]) -> Found:
 def listens_outside(documents: Sequence[Document]) -> Found:
     for where, config in configs(documents):
         hosts = {"api.host": config.api.host, "api.http_host": config.api.http_host}
-        if config.metrics.port >= 0 or config.metrics.worker_port >= 0:
-            hosts["metrics.host"] = config.metrics.host
+        metrics = config.metrics
+        if max(metrics.port, metrics.worker_port, metrics.controller_port) >= 0:
+            hosts["metrics.host"] = metrics.host
         for key, host in hosts.items():
             if host.startswith(_LOOPBACK):
                 yield where, f"{key} is {host}, which no other pod and no probe reaches: take 0.0.0.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -206,13 +207,37 @@ def test_monitors_find_what_they_scrape() -> None:
     """The port names that monitors ask for are declared, and alerts know the job."""
     documents = with_values("serviceMonitor.enabled=true", name="blue")
     service = one(documents, "Service", "blue-genlock-gateway")
-    monitor, pods = one(documents, "ServiceMonitor")["spec"], one(documents, "PodMonitor")["spec"]
+    monitor, pods = one(documents, "ServiceMonitor")["spec"], one(documents, "PodMonitor", "blue-genlock-ray")["spec"]
     names = {port["name"] for port in service["spec"]["ports"]}
     assert {endpoint["port"] for endpoint in monitor["endpoints"]} <= names
     worker = {port["name"] for port in container(group(documents, "decode")["template"])["ports"]}
     assert {endpoint["port"] for endpoint in pods["podMetricsEndpoints"]} == {"metrics", "ray-metrics"} <= worker
     labels = group(documents, "decode")["template"]["metadata"]["labels"]
     assert labels[pods["jobLabel"]] == service["metadata"]["labels"][monitor["jobLabel"]] == "genlock"
+
+
+def test_the_controller_is_scraped_wherever_its_actor_runs() -> None:
+    documents = with_values("serviceMonitor.enabled=true", "ports.metrics=9999", name="blue")
+    assert load(file_text=one(documents, "ConfigMap")["data"]["genlock.yaml"]).config.metrics.controller_port == 9999
+    monitor = one(documents, "PodMonitor", "blue-genlock-controller")["spec"]
+    [chosen] = monitor["selector"]["matchExpressions"]
+    assert chosen["values"] == ["head", "controller"]
+    head = one(documents, "RayCluster")["spec"]["headGroupSpec"]["template"]
+    controller = one(documents, "Deployment", "blue-genlock-controller")["spec"]["template"]
+    for template in (head, controller):
+        assert {"name": "metrics", "containerPort": 9999} in container(template)["ports"]
+        assert template["metadata"]["labels"]["app.kubernetes.io/component"] in chosen["values"]
+    # Where the actor does not run nobody listens, which is no alert.
+    job = re.search(r'job=~"([^"]+)"', (support.ROOT / "deploy/prometheus/alerts.yaml").read_text())
+    assert monitor["jobLabel"] == "app.kubernetes.io/component"
+    assert job
+    assert not any(re.fullmatch(job[1], component) for component in chosen["values"])
+    endpoints = one(documents, "PodMonitor", "blue-genlock-ray")["spec"]["podMetricsEndpoints"]
+    metrics = next(endpoint for endpoint in endpoints if endpoint["port"] == "metrics")
+    assert [(rule["action"], rule["regex"]) for rule in metrics["relabelings"]] == [("drop", "head")]
+    for name in ("head", "controller"):
+        [*_, rule] = one(documents, "NetworkPolicy", f"blue-genlock-{name}")["spec"]["ingress"]
+        assert {"port": 9999} in rule["ports"]
 
 
 def test_the_drain_waits_no_longer_than_the_grace() -> None:

@@ -12,7 +12,11 @@ import promql_parser as promql
 import pytest
 import yaml
 
+from cluster.launch.launcher import InProcessLauncher
+from cluster.launch.up import Cluster
 from cluster.selftest.lab import load_subject
+from tests.support.fake_workers import build_fake, config, load_fake
+from tests.support.scrape import Scrape, scrape
 from tests.support.telemetry_lab import telemetry_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +39,7 @@ class Exposed:
 
 @pytest.fixture(scope="module")
 def exposed() -> Exposed:
-    async def scrape() -> Exposed:
+    async def all_parts() -> Exposed:
         labels: dict[str, set[str]] = {}
         values: dict[str, set[str]] = {}
         families: dict[str, tuple[str, str]] = {}
@@ -43,8 +47,8 @@ def exposed() -> Exposed:
         async with telemetry_cluster(subject) as lab:
             assert (await lab.see(subject.prompt("seen", 70), max_tokens=4, ignore_eos=True)).error is None
             await lab.idle()
-            for part in ("gateway", "prefill", "decode"):
-                got = await lab.scrape(part)
+            scrapes = [await lab.scrape(part) for part in ("gateway", "prefill", "decode")]
+            for got in (*scrapes, await controller_scrape()):
                 for name, names in got.names().items():
                     labels.setdefault(name, set()).update(names)
                 for sample in got.samples:
@@ -53,7 +57,17 @@ def exposed() -> Exposed:
                 families.update({f.name: (f.type, f.documentation) for f in got.families})
         return Exposed(labels, values, families)
 
-    return asyncio.run(scrape())
+    return asyncio.run(all_parts())
+
+
+async def controller_scrape() -> Scrape:
+    """Of a gateway's process with a controller in it."""
+    running = Cluster(config(metrics__port=0), InProcessLauncher(build_fake), load_fake)
+    await running.start()
+    try:
+        return await scrape(running.gateway.metrics_endpoint)
+    finally:
+        await running.stop(0)
 
 
 def problems(query: str, exposed: Exposed) -> list[str]:

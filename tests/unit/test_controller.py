@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from cluster.control.api import Change
+from cluster.control.ending import end_tasks
 from cluster.control.hands import Verdict
 from cluster.control.operations import Operations
 from cluster.control.state import Phase
@@ -291,3 +293,18 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
             ("autoscaler", "backlog")
         ]
         await operations.stop()
+
+
+async def test_a_cancellation_that_is_swallowed_is_repeated() -> None:
+    begun = asyncio.Event()
+
+    async def deaf_once() -> None:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(deaf_once())
+    await begun.wait()
+    await end_tasks([task])
+    assert task.cancelled()

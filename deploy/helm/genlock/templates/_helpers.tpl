@@ -61,7 +61,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
     "host" "auto" "port" .Values.ports.workers "resources" "{role}=1"
     "prefill" (mul .Values.prefill.replicas .Values.prefill.workersPerPod)
     "decode" (mul .Values.decode.replicas .Values.decode.workersPerPod))
-  "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics)
+  "metrics" (dict "host" "0.0.0.0" "port" .Values.ports.metrics "worker_port" .Values.ports.workerMetrics
+    "controller_port" .Values.ports.metrics)
   "registry" (dict "namespace" (include "genlock.name" .))
   "control" (dict "host" "auto" "port" .Values.ports.controller "ray_address" "auto")
   "kube" (dict
