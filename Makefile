@@ -18,9 +18,10 @@ test: $(DEV_STAMP) ## the whole test suite
 	@echo "== Running the tests"
 	@$(BIN)/python -m pytest -q
 
-docs: $(DEV_STAMP) ## regenerate the API reference and the list of files in docs/
+docs: $(DEV_STAMP) ## regenerate the references of API and settings, and the list of files, in docs/
 	$(BIN)/python .ci/list_files
 	$(BIN)/python .ci/api_docs
+	$(BIN)/python .ci/settings_docs
 
 check: lint types contracts proto-check ## lint, types, import contracts, generated code
 

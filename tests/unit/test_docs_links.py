@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from cluster.config import load
 from tests.support.documents import DOCUMENTS, ROOT, broken, links, name_of, slugs
 
 INDEX = (ROOT / "README.md", ROOT / "docs" / "index.md")
@@ -40,12 +43,38 @@ def test_what_leads_nowhere_is_seen() -> None:
     assert slugs("# What it `does`, now\n## A\n## A\n") == ["what-it-does-now", "a", "a-1"]
 
 
-def test_the_api_reference_is_current() -> None:
-    loader = importlib.machinery.SourceFileLoader("api_docs", str(ROOT / ".ci" / "api_docs"))
-    spec = importlib.util.spec_from_loader("api_docs", loader)
+def script(name: str) -> ModuleType:
+    """One of .ci/, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / ".ci" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    text = (ROOT / "docs" / "api.md").read_text()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "there", "wrong"),
+    [
+        ("api_docs", "api.md", "| `seed` |", "| `sede` |"),
+        ("settings_docs", "settings.md", "| `cache.page_tokens` | `32` |", "| `cache.page_tokens` | `33` |"),
+    ],
+)
+def test_references_are_current(name: str, page: str, there: str, wrong: str) -> None:
+    module = script(name)
+    text = (ROOT / "docs" / page).read_text()
     assert module.current(text) == text, "run: make docs"
-    assert module.current(text.replace("| `seed` |", "| `sede` |")) == text
+    assert there in text
+    assert module.current(text.replace(there, wrong)) == text
+
+
+def test_every_setting_has_its_row_with_the_name_that_is_read() -> None:
+    rows = re.findall(
+        r"^\| `([a-z_.]+)` \|.*\| `(GENLOCK_\w+)` \|$", (ROOT / "docs/settings.md").read_text(), re.MULTILINE
+    )
+    loaded = load()
+    assert [key for key, _variable in rows] == [setting.key for setting in loaded.settings()]
+    for key, variable in rows:
+        value = next(setting.value for setting in loaded.settings() if setting.key == key)
+        if value not in ("", "memory"):
+            assert load(environ={variable: str(value)}).sources[key] == variable
