@@ -12,6 +12,9 @@ from prefill.core import PrefillLimits
 from sim.compute import PAGE_TOKENS, VOCABULARY
 
 CONTEXT_TOKENS = 96
+# Seeds from here on play large worlds: long prompts and answers, pools of hundreds of pages.
+LARGE_FROM = 1_000_000
+LARGE_CONTEXT_TOKENS = 640
 PROBE_TOKENS = 9
 _TENANTS = ("ant", "bee")
 
@@ -48,22 +51,25 @@ class Wish:
 
 def draw_shape(seed: int) -> Shape:
     rng = random.Random(f"{seed}/shape")
+    large = seed >= LARGE_FROM
+    context_tokens = LARGE_CONTEXT_TOKENS if large else CONTEXT_TOKENS
+    slots = range(200, 501) if large else range(16, 57)
     return Shape(
         layout=rng.randrange(3),
         prefills=rng.choice((1, 2, 2)),
         decodes=rng.choice((1, 1, 2)),
-        prefill_slots=rng.randrange(16, 57),
-        decode_slots=rng.randrange(16, 57),
+        prefill_slots=rng.choice(slots),
+        decode_slots=rng.choice(slots),
         scrub=rng.random() < 0.5,
         prefill_limits=PrefillLimits(
-            chunk_tokens=rng.choice((3, 8, 16, 32)),
+            chunk_tokens=rng.choice((32, 64, 128, 256) if large else (3, 8, 16, 32)),
             max_running=rng.choice((1, 2, 4)),
             max_leases=rng.choice((4, 32)),
             lease_ms=rng.choice((40, 120, 400)),
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=context_tokens,
         ),
         decode_limits=DecodeLimits(
-            max_running=rng.choice((2, 4, 8)), max_preemptions=rng.choice((0, 2, 4)), context_tokens=CONTEXT_TOKENS
+            max_running=rng.choice((2, 4, 8)), max_preemptions=rng.choice((0, 2, 4)), context_tokens=context_tokens
         ),
         max_copy_delay_ms=rng.choice((5, 40, 120)),
         gateways=rng.choice((1, 2, 3)),
@@ -74,15 +80,18 @@ def draw_shape(seed: int) -> Shape:
 def draw_wishes(seed: int, shape: Shape) -> list[Wish]:
     """Prompts share stems, so that pages are shared; some are repeated as a whole."""
     rng = random.Random(f"{seed}/wishes")
-    stems = [_tokens(rng, PAGE_TOKENS * rng.randrange(2, 11)) for _ in range(2)]
+    scale = 8 if seed >= LARGE_FROM else 1
+    stems = [_tokens(rng, PAGE_TOKENS * rng.randrange(2 * scale, 10 * scale + 1)) for _ in range(2)]
     wishes: list[Wish] = []
     at_ms = 0
     for number in range(rng.randrange(4, 21)):
         at_ms += rng.choice((0, 0, 1, 5, 30))
-        prompt = rng.choice(stems)[: rng.randrange(41)] + _tokens(rng, rng.randrange(1, 16))
+        prompt = rng.choice(stems)[: rng.randrange(40 * scale + 1)] + _tokens(rng, rng.randrange(1, 15 * scale + 1))
         if wishes and rng.random() < 0.15:
             prompt = rng.choice(wishes).ticket.token_ids
-        sampling = SamplingParams(max_tokens=rng.choice((1, 2, 6, 12, 30)), ignore_eos=rng.random() < 0.3)
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 2, 6, 12, 30 * min(scale, 3))), ignore_eos=rng.random() < 0.3
+        )
         ticket = Ticket(rng.randbytes(16), rng.choice(_TENANTS), prompt, sampling, "sim", "sim")
         gateway, answers = rng.randrange(shape.gateways), rng.choice((1, 1, 1, 1, 1, 2))
         wishes.append(Wish(number, at_ms, gateway, answers, ticket, 5000, rng.randrange(120)))
