@@ -229,7 +229,8 @@ class World:
     def finished(self) -> bool:
         if self._left or not self.dice.over or not all(r.ended for r in self.requests):
             return not len(self.heap)
-        at_work = any(w.working for w in self.workers if w.alive) or not self.controller.settled
+        cordoned = any(entry.cordoned for entry in self.list.entries.values())  # for a while: it ends by itself
+        at_work = cordoned or any(w.working for w in self.workers if w.alive) or not self.controller.settled
         if at_work or self.net.open:
             self._calm_since_ms = None
             return False
