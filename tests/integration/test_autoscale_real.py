@@ -28,13 +28,13 @@ WAIT_S = 60
 HIGH = 3
 ANSWER_TOKENS = 48
 PROMPTS = 4
-QUIET_PER_S = 2.0
+FIRST_PER_S = 2.0
 GROWTH = 1.5
 # Far below what the doors and the workers hold: an open loop must not turn into refusals where the machine is slow.
 MOST_OPEN = 200
 POLICY = f"""
 mode: utilisation
-utilisation: {{decode: 0.5}}
+utilisation: {{decode: 0.75}}
 prefill: {{low: 1, high: 1}}
 decode: {{low: 1, high: {HIGH}}}
 up: {{delay_ms: 200, step: 1}}
@@ -43,36 +43,41 @@ down: {{delay_ms: 600, step: 1}}
 
 
 @dataclass
-class OpenLoop:
-    """Requests at a rate, whether or not the earlier ones were answered; each answer kept."""
+class Load:
+    """First an open loop whose rate rises, whether or not earlier requests were answered; then so many callers, each
+    with one request after the other. Each answer is kept."""
 
     client: Client
     prompts: list[tuple[int, ...]]
-    rate_per_s: float = QUIET_PER_S
-    rising: bool = False
+    rising: bool = True
+    callers: int = 0
     replies: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
-    _open: set[asyncio.Task[None]] = field(default_factory=set)
-    _stopped: bool = False
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def run(self) -> None:
-        number = 0
-        while not self._stopped:
-            if len(self._open) < MOST_OPEN:
-                task = asyncio.create_task(self._ask(self.prompts[number % len(self.prompts)]))
-                self._open.add(task)
-                task.add_done_callback(self._open.discard)
-                number += 1
-            wait_s = 1 / self.rate_per_s
-            if self.rising:
-                self.rate_per_s *= math.pow(GROWTH, wait_s)
-            await asyncio.sleep(wait_s)
-        await asyncio.gather(*self._open)
+    async def rise(self) -> None:
+        rate_per_s = FIRST_PER_S
+        while self.rising:
+            if sum(not task.done() for task in self._tasks) < MOST_OPEN:
+                self._tasks.add(asyncio.create_task(self._ask()))
+            await asyncio.sleep(1 / rate_per_s)
+            rate_per_s *= math.pow(GROWTH, 1 / rate_per_s)
 
-    async def _ask(self, prompt: tuple[int, ...]) -> None:
+    def keep(self, callers: int) -> None:
+        """So many requests run at any time from now on."""
+        before, self.rising, self.callers = self.callers, False, callers
+        self._tasks.update(asyncio.create_task(self._call(number)) for number in range(before, callers))
+
+    async def end(self) -> None:
+        self.rising, self.callers = False, 0
+        await asyncio.gather(*self._tasks)
+
+    async def _call(self, number: int) -> None:
+        while number < self.callers:
+            await self._ask()
+
+    async def _ask(self) -> None:
+        prompt = self.prompts[len(self.replies) % len(self.prompts)]
         self.replies.append((prompt, await self.client.ask(prompt, ANSWER_TOKENS)))
-
-    def stop(self) -> None:
-        self._stopped = True
 
 
 class Fleet(Operator):
@@ -80,7 +85,7 @@ class Fleet(Operator):
 
     launcher: InProcessLauncher
     cluster: Cluster
-    load: OpenLoop
+    load: Load
 
     async def until(self, true: Callable[[pb.FleetView], bool], what: str) -> pb.FleetView:
         try:
@@ -139,7 +144,7 @@ async def real_fleet(subject: Subject, **flags: object) -> AsyncIterator[Fleet]:
             fleet = Fleet(services.OperatorServiceStub(channel))
             fleet.launcher, fleet.cluster = launcher, running
             prompts = [subject.prompt(f"scale {number}", 64) for number in range(PROMPTS)]
-            fleet.load = OpenLoop(Client(channel), prompts)
+            fleet.load = Load(Client(channel), prompts)
             yield fleet
     finally:
         await running.stop(0)
@@ -173,17 +178,18 @@ async def test_workers_come_with_the_load_and_go_with_it(subject: Subject) -> No
     async with real_fleet(subject) as fleet:
         expected = {prompt: subject.answer(prompt, ANSWER_TOKENS).tokens for prompt in fleet.load.prompts}
         await fleet("SetAutoscale", pb.SetAutoscaleRequest(policy=POLICY))
-        load = asyncio.create_task(fleet.load.run())
-        fleet.load.rising = True
+        rise = asyncio.create_task(fleet.load.rise())
         grown = await fleet.until(lambda view: ready(view, Role.DECODE) == HIGH, "the fleet has not grown")
         assert grown.desired_decode == HIGH
-        fleet.load.rising, fleet.load.rate_per_s = False, QUIET_PER_S
-        small = await fleet.until(
-            lambda view: view.settled and len(view.workers) == 2 and ready(view, Role.DECODE) == 1,
-            "the fleet has not shrunk",
-        )
-        fleet.load.stop()
-        await load
+        # What is left keeps every worker busy, also the one that goes: it has something to lose.
+        for left, callers in ((2, 5), (1, 2)):
+            fleet.load.keep(callers)
+            small = await fleet.until(
+                lambda view, left=left: view.settled and len(view.workers) == 1 + left == 1 + ready(view, Role.DECODE),
+                f"the fleet has not shrunk to {left}",
+            )
+        await fleet.load.end()
+        await rise
         verdicts = [reply.error or reply.tokens == expected[prompt] for prompt, reply in fleet.load.replies]
         assert all(verdict is True for verdict in verdicts), [one for one in verdicts if one is not True]
         assert len(verdicts) > PROMPTS
