@@ -50,13 +50,15 @@ ALLOWANCES = {
     "resident_bytes": Allowance(share=0.05, number=float(8 << 20)),
     "descriptors": Allowance(number=4),
     "threads": Allowance(number=4),
-    "shared_regions": Allowance(),
+    # A thread may hold its last copy's region until its next copy.
+    "shared_regions": Allowance(number=2),
     # Dead incarnations are remembered on purpose, at most so many.
     "IncarnationRegistry._dead": Allowance(limit=65_536),
     # The last requests that ended, for `genlock explain`.
     "EndedRequests._kept": Allowance(limit=512),
     # A channel to each former endpoint of a prefill worker, of each decode worker.
-    "Handoffs._channels": Allowance(limit=2 * 1024),
+    "Channels._open": Allowance(limit=2 * 1024),
+    "Channels._retired": Allowance(limit=2 * 64),
 }
 TABLES = Allowance(share=0.1, number=8)
 
