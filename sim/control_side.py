@@ -82,7 +82,12 @@ class Controller:
         self.life += 1
         self.alive = True
         self.state = State(self.desired, policy=POLICY)
-        self._notes = []  # a drain that is found begins again
+        # A drain that is found begins again. One that its worker had not heard of is forgotten, and the next record
+        # that the controller writes of the worker says so.
+        for note in self._notes:
+            if self._present(note) and not note.worker.admission.draining:
+                self._world.list.cordon(note.worker.name, False)
+        self._notes = []
         self._heard: list[Observation] = [
             Found(w.name, Role(w.role), w.endpoint, w.guard.incarnation, draining=w.admission.draining)
             for w in self._world.workers if w.alive
