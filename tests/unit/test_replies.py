@@ -54,5 +54,5 @@ async def test_a_cut_stream_gets_its_status(turns: int) -> None:
 
 async def test_control_without_headers_first_a_caller_waits_for_ever() -> None:
     """If this fails, grpc has mended it, and `wire/replies.py` can go."""
-    codes = [await _run(turns, lambda context: context.write) for turns in range(4)]
+    codes = await asyncio.gather(*(_run(turns, lambda context: context.write) for turns in range(4)))
     assert grpc.StatusCode.DEADLINE_EXCEEDED in codes
