@@ -97,7 +97,7 @@ def test_a_wait_that_is_too_short_times_out_and_goes_on(cli: Cli):
 
 def test_cordon_drain_restart(cli: Cli):
     assert cli("scale", "decode=2", "--wait", "--wait-timeout", "30")[0] == OK
-    code, out, _err = cli("cordon", "decode-0", "--reason", "noise")
+    code, _out, _err = cli("cordon", "decode-0", "--reason", "noise")
     assert code == OK
     assert workers(cli)["decode-0"]["cordoned"]
     assert cli("uncordon", "decode-0")[0] == OK
