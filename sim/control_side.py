@@ -334,7 +334,9 @@ class Controller:
         self._notes = [n for n in self._notes if n.worker is not worker]
 
     def _uncordon(self, worker: Worker, life: int) -> None:
+        """By name, as an operator does it: a life that came meanwhile is meant too. A drain keeps its own cordon."""
         row = self.state.rows.get(worker.name)
-        draining = row is not None and row.phase is Phase.DRAINING
-        if worker.life == life and worker.alive and not draining:
+        if worker.alive and not (row is not None and row.phase is Phase.DRAINING):
             self._world.list.cordon(worker.name, False)
+        elif worker.name in self._world.list.entries:
+            self._world.heap.after(20, "uncordon", self._uncordon, worker, life)

@@ -229,7 +229,8 @@ class World:
     def finished(self) -> bool:
         if self._left or not self.dice.over or not all(r.ended for r in self.requests):
             return not len(self.heap)
-        cordoned = any(entry.cordoned for entry in self.list.entries.values())  # for a while: it ends by itself
+        # A cordon ends by itself; the record of a worker that is gone may keep one.
+        cordoned = any(entry.cordoned and self.worker(name).alive for name, entry in self.list.entries.items())
         at_work = cordoned or any(w.working for w in self.workers if w.alive) or not self.controller.settled
         if at_work or self.net.open:
             self._calm_since_ms = None
