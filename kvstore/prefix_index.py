@@ -61,5 +61,7 @@ class PrefixIndex:
         """Entries from the least recently used; the caller may remove while it holds its own list."""
         return iter(list(self._pages.items()))
 
-    def remove(self, key: bytes) -> None:
-        self._pages.pop(key, None)
+    def remove(self, key: bytes, ref: PageRef) -> None:
+        """Forgets this page. Where the key names another one by now, that one stays: it would be nobody's page."""
+        if self._pages.get(key) == ref:
+            del self._pages[key]

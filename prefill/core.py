@@ -373,7 +373,7 @@ class PrefillCore(Generic[T]):
         for ref in refs:
             desc = self._descs.pop(ref, None)
             if desc is not None:
-                self.index.remove(desc.prefix_key)
+                self.index.remove(desc.prefix_key, ref)
 
     def _evict(self, wanted_free: int) -> int:
         """Frees least recently used cache pages that nobody uses until `wanted_free` pages are free."""
@@ -387,7 +387,7 @@ class PrefillCore(Generic[T]):
                 continue
             except (StalePage, LifecycleError):
                 pass
-            self.index.remove(key)
+            self.index.remove(key, ref)
             self._descs.pop(ref, None)
             freed += 1
         return freed

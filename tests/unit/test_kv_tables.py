@@ -153,8 +153,10 @@ def test_a_full_index_takes_nothing_until_something_leaves_or_is_stale() -> None
     world.dead.add(ref(0))
     assert world.index.insert(b"c", ref(2)), "a stale entry does not keep a live one out"
     assert world.index.match(keys("c")) == (ref(2),)
-    world.index.remove(b"b")
-    world.index.remove(b"b")
+    world.index.remove(b"b", ref(7))
+    assert world.index.match(keys("b")) == (ref(1),), "another page of that key is not this one"
+    world.index.remove(b"b", ref(1))
+    world.index.remove(b"b", ref(1))
     assert world.index.insert(b"d", ref(3))
     assert not PrefixIndex(0, lambda r: True).insert(b"a", ref(0))
 
@@ -164,8 +166,8 @@ def test_what_was_used_is_evicted_last_and_a_prefix_after_what_follows_it() -> N
     world.fill("a", "b", "x")
     world.index.match(keys("a", "b"))
     assert [k for k, _ in world.index.oldest()] == keys("x", "b", "a")
-    for key, _ in world.index.oldest():
-        world.index.remove(key)  # while the iterator lives
+    for key, page in world.index.oldest():
+        world.index.remove(key, page)  # while the iterator lives
     assert len(world.index) == 0
 
 
