@@ -17,7 +17,6 @@ from typing import Any
 from cluster.control.api import Change
 from cluster.control.asker import told_of
 from cluster.control.core import reconcile
-from cluster.control.ending import end_tasks
 from cluster.control.hands import Asker, Hands, Room
 from cluster.control.room import RoomKeeper
 from cluster.control.state import (
@@ -45,6 +44,7 @@ from cluster.registry.tell import record_of
 from cluster.roles import Role
 from genlock.v1 import worker_pb2
 from kvstore.errors import Conflict, GenlockError, NoCapacity, NotFound, Unavailable
+from wire.ending import end_tasks
 from wire.errors import surprise
 
 log = logging.getLogger(__name__)

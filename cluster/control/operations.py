@@ -12,12 +12,12 @@ from types import MappingProxyType
 from cluster.control.api import Change, FleetControl, FleetView, NodeRow, ScalePlan, WorkerRow
 from cluster.control.controller import Controller
 from cluster.control.core import ROLES, leavers, unsettled
-from cluster.control.ending import end_tasks
 from cluster.control.hands import Autoscaler
 from cluster.control.state import DrainAsked, Phase, Row, State
 from cluster.registry.records import Desired, Event
 from cluster.roles import Role
 from kvstore.errors import Conflict, GenlockError, InvalidInput, NotFound, Refused
+from wire.ending import end_tasks
 from wire.errors import surprise
 
 MAX_WORKERS = 256

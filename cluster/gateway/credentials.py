@@ -19,6 +19,7 @@ from cluster.gateway.jwt_tokens import JwtTokens
 from cluster.gateway.queueing import PRIORITIES
 from cluster.registry.base import Registry
 from kvstore.errors import GenlockError, InvalidInput, Unauthenticated
+from wire.ending import end_tasks
 
 log = logging.getLogger("genlock.credentials")
 
@@ -87,8 +88,7 @@ class RegistryKeys:
     async def stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     async def look(self) -> None:
         """One look; a registry that does not answer changes nothing."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.gateway.identity import Caller
 from kvstore.errors import InvalidInput, Unauthenticated
+from wire.ending import end_tasks
 
 log = logging.getLogger("genlock.credentials")
 
@@ -71,8 +72,7 @@ class JwtTokens:
     async def stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     async def refresh(self) -> None:
         """Reads the keys again; a failure leaves those that are known."""

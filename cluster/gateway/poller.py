@@ -14,6 +14,7 @@ from cluster.gateway.state import GatewayState
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError
 from wire.calls import answer
+from wire.ending import end_tasks
 
 MAX_CHECKS = 64  # exchanges at a time
 CHECK_MARGIN_MS = 10_000  # beyond the exchange's own time: the question for the pool, a place in the queue
@@ -49,9 +50,7 @@ class Poller:
     async def stop(self) -> None:
         tasks = [*([self._task] if self._task is not None else []), *self._checks.values()]
         self._task = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     async def look(self) -> None:
         """One round over all workers; then unproved pairs begin to prove themselves."""

@@ -22,6 +22,7 @@ from cluster.settings import Config
 from genlock.v1 import worker_pb2_grpc
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
 from wire.dial import Dialer
+from wire.ending import end_tasks
 from wire.tracing import Tracer, make_tracer
 
 SHORTEST_PAUSE_MS = 50.0
@@ -190,8 +191,6 @@ class GatewayState:
     async def close(self) -> None:
         self.encoder.close()
         await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
-        for task in list(self._retired):
-            task.cancel()
-        await asyncio.gather(*self._retired, return_exceptions=True)
+        await end_tasks(list(self._retired))
         for endpoint in list(self._channels):
             await self.close_channel(endpoint)

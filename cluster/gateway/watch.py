@@ -17,6 +17,7 @@ from cluster.gateway.state import GatewayState
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, WorkerRecord
 from kvstore.errors import GenlockError
+from wire.ending import end_tasks
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ class RegistryWatch:
         """Closes the registry too."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
         await self._registry.close()
 
     async def look(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from cluster.registry.base import Registry
 from cluster.registry.records import WorkerRecord
 from kvstore.errors import GenlockError
+from wire.ending import end_tasks
 
 BEATS_PER_TTL = 3
 STOP_S = 2.0
@@ -67,8 +68,7 @@ class Heartbeat:
         """Takes the record back where the registry answers; else it runs out by itself. Closes the registry."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
         with contextlib.suppress(Exception):
             async with asyncio.timeout(STOP_S):
                 if self._last is not None:

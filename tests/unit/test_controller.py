@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from cluster.control.api import Change
-from cluster.control.ending import end_tasks
 from cluster.control.hands import Verdict
 from cluster.control.operations import Operations
 from cluster.control.state import Phase
@@ -18,6 +17,7 @@ from cluster.registry.records import Desired
 from cluster.roles import Role
 from kvstore.errors import Conflict, InvalidInput, NoCapacity, NotFound, Refused, Unavailable
 from tests.support.control_world import POLICY, FakeFleet, World, now_ms
+from wire.ending import end_tasks
 
 ME = Change("me", "because")
 
