@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from cluster.gateway.fleet import WorkerState
+from cluster.gateway.fleet import WorkerRecord, WorkerState
 from cluster.registry.records import Desired
 from cluster.roles import Role
 from cluster.selftest.injector import Injector
@@ -109,7 +109,12 @@ async def test_a_worker_restarted_during_an_outage_is_a_new_life_and_its_old_pag
         neighbours = await lab.ask_all(2).streaming()
         await lab.workers["prefill-0"].stop(0)
         await lab.start_worker(Role.PREFILL, "prefill-0")
-        known = lambda: [front.gateway.state.fleet.workers["prefill-0"] for front in lab.fronts]  # noqa: E731
+
+        def known() -> list[WorkerRecord]:
+            """What each gateway knows of it; one that has dropped the old life may not have found the new one yet."""
+            fleets = [front.gateway.state.fleet.workers for front in lab.fronts]
+            return [fleet["prefill-0"] for fleet in fleets if "prefill-0" in fleet]
+
         await until(
             lambda: all(r.state is WorkerState.UNREACHABLE for r in known()), "the gateways see the old life end"
         )
@@ -123,7 +128,10 @@ async def test_a_worker_restarted_during_an_outage_is_a_new_life_and_its_old_pag
         await lab.until_registered()
         endpoint = lab.workers["prefill-0"].endpoint
         assert endpoint != old_record.endpoint
-        await until(lambda: all(r.endpoint == endpoint for r in known()) and lab.all_ready(), "the new life is found")
+        await until(
+            lambda: [r.endpoint for r in known()] == [endpoint] * len(lab.fronts) and lab.all_ready(),
+            "the new life is found",
+        )
         after = lab.incarnations()
         assert after["prefill-0"] != before["prefill-0"]
         assert {name: life for name, life in after.items() if name != "prefill-0"} == {
