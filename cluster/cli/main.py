@@ -84,7 +84,7 @@ def exit_code_of(error: GenlockError) -> int:
         if isinstance(error, kind):
             return code
     # Nobody is behind the gateway to do it.
-    return UNREACHABLE if error.reason in ("no_controller", "registry_unreachable", "peer_unreachable") else FAILED
+    return UNREACHABLE if error.reason in ("no_controller", "registry_unreachable") else FAILED
 
 
 def run(args: Sequence[str] | None = None) -> int:

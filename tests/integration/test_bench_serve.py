@@ -126,7 +126,7 @@ async def test_the_aggregated_peer_answers_right_and_gives_pages_back():
 
 
 def test_a_prompt_whose_caller_is_gone_is_not_computed():
-    local = LocalPrefill(*[None] * 6)
+    local = LocalPrefill(*[None] * 7)
     posted: list[object] = []
     local.bind(None, (), 32, lambda request_no: False, posted.append)
     settled: list[object] = []

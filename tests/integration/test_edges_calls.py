@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from cluster.selftest.lab import Subject, load_subject
-from decode import pull
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput, NoCapacity, NotFound, StalePage, Unavailable
 from model.sampling import SamplingParams
@@ -105,14 +104,14 @@ async def test_a_prefill_behind_another_name_is_another_life_and_is_refused(lab,
 
 async def test_channels_to_prefill_workers_are_bounded(lab, stubs, monkeypatch):
     """Workers come and go, each at an endpoint of its own."""
-    monkeypatch.setattr(pull, "MAX_CHANNELS", 3)
+    channels = lab.decode._handoffs.channels
+    monkeypatch.setattr(channels, "_limit", 3)
     decode, _ = stubs
     await require_served(lab)
     for port in range(1, 7):
         error = await refused(decode.Decode(request(lab, f"127.0.0.1:{port}"), timeout=20))
         assert isinstance(error, Unavailable)
-    handoffs = lab.decode._handoffs
-    assert list(handoffs._channels) == [f"127.0.0.1:{port}" for port in (4, 5, 6)]
+    assert list(channels._open) == [f"127.0.0.1:{port}" for port in (4, 5, 6)]
     await require_served(lab)
 
 
