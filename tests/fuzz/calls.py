@@ -393,7 +393,7 @@ async def require_baseline(live: Live) -> None:
             raise Finding(f"{worker.worker_id} had {worker.engine.loop.surprises} surprises")
     before, after = live.before, counts()
     # Channels to endpoints that were tried are kept, as many as decode.pull allows; each may hold a few files.
-    slack = {"files": 4 * len(live.lab.decode._handoffs._channels) + 64, "tasks": 16}  # type: ignore[union-attr] # decode's
+    slack = {"files": 4 * len(live.lab.decode._handoffs.channels._open) + 64, "tasks": 16}  # type: ignore[union-attr] # decode's
     grown = {name: (before[name], after[name]) for name in before if after[name] > before[name] + slack[name]}
     if grown:
         raise Finding(f"left behind: {grown}")
