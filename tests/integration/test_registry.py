@@ -85,6 +85,12 @@ async def test_a_registry_killed_under_load_fails_no_request_and_is_filled_when_
         await lab.settled()
 
 
+def known_of(lab: RegistryLab, worker_id: str) -> list[WorkerRecord]:
+    """What each gateway knows of it; one that has dropped the old life may not have found the new one yet."""
+    fleets = [front.gateway.state.fleet.workers for front in lab.fronts]
+    return [fleet[worker_id] for fleet in fleets if worker_id in fleet]
+
+
 async def test_a_worker_restarted_during_an_outage_is_a_new_life_and_its_old_pages_are_refused(
     subject: Subject, tmp_path: Path
 ) -> None:
@@ -109,14 +115,9 @@ async def test_a_worker_restarted_during_an_outage_is_a_new_life_and_its_old_pag
         neighbours = await lab.ask_all(2).streaming()
         await lab.workers["prefill-0"].stop(0)
         await lab.start_worker(Role.PREFILL, "prefill-0")
-
-        def known() -> list[WorkerRecord]:
-            """What each gateway knows of it; one that has dropped the old life may not have found the new one yet."""
-            fleets = [front.gateway.state.fleet.workers for front in lab.fronts]
-            return [fleet["prefill-0"] for fleet in fleets if "prefill-0" in fleet]
-
         await until(
-            lambda: all(r.state is WorkerState.UNREACHABLE for r in known()), "the gateways see the old life end"
+            lambda: all(r.state is WorkerState.UNREACHABLE for r in known_of(lab, "prefill-0")),
+            "the gateways see the old life end",
         )
         lab.held = False
         await neighbours.right()
@@ -129,7 +130,9 @@ async def test_a_worker_restarted_during_an_outage_is_a_new_life_and_its_old_pag
         endpoint = lab.workers["prefill-0"].endpoint
         assert endpoint != old_record.endpoint
         await until(
-            lambda: [r.endpoint for r in known()] == [endpoint] * len(lab.fronts) and lab.all_ready(),
+            lambda: (
+                [r.endpoint for r in known_of(lab, "prefill-0")] == [endpoint] * len(lab.fronts) and lab.all_ready()
+            ),
             "the new life is found",
         )
         after = lab.incarnations()
