@@ -32,6 +32,8 @@ class Replies:
     async def _begin(self) -> None:
         self._begun = True
         sending = asyncio.ensure_future(self._context.send_initial_metadata(()))
+        # Where the caller has gone and this task is cancelled too, nobody else asks how it ended.
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
