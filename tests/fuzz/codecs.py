@@ -172,7 +172,7 @@ def requests(rng: random.Random) -> str:
 
 def bodies(rng: random.Random) -> str:
     raw = mutated_object(rng, BODY).encode("utf-8", "surrogatepass")
-    if rng.random() < 0.1:
+    if raw and rng.random() < 0.1:
         raw = bytearray(raw)
         raw[rng.randrange(len(raw))] = rng.randrange(256)
         raw = bytes(raw)
