@@ -87,6 +87,13 @@ def user(caller: Caller) -> Caller:
     return caller
 
 
+def operator(caller: Caller) -> str:
+    """The operator's name. Raises PermissionDenied (`not_an_operator`)."""
+    if not caller.operator:
+        raise PermissionDenied("not_an_operator", "this credential may not see or change the whole cluster")
+    return caller.tenant
+
+
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """The one token of a call. Raises Unauthenticated (`no_credential`)."""
     values = [value for key, value in metadata if key == "authorization"]

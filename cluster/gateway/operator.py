@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.gateway.fleet import WorkerRecord
+from cluster.gateway.identity import operator
 from cluster.gateway.running import running_message
 from cluster.gateway.state import GatewayState
 from cluster.operators.explain import explain
 from cluster.operators.service import FleetService, Metadata
 from genlock.v1 import operator_pb2 as pb
-from kvstore.errors import NotFound, PermissionDenied
+from kvstore.errors import NotFound
 
 DEFAULT_REQUESTS = 100
 MAX_REQUESTS = 10_000
@@ -24,10 +25,7 @@ class OperatorService(FleetService):
 
     def _operator(self, metadata: Metadata) -> str:
         """The name of the operator who asks. Raises Unauthenticated, PermissionDenied."""
-        caller = self._state.authenticator.caller(metadata)
-        if not caller.operator:
-            raise PermissionDenied("not_an_operator", "this credential may not see or change the whole cluster")
-        return caller.tenant
+        return operator(self._state.authenticator.caller(metadata))
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         state = self._state

@@ -14,7 +14,7 @@ from cluster.control.controller import Controller
 from cluster.control.metrics import controller_registry, read_controller
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
-from cluster.gateway.identity import Authenticator, Several, SingleTenant, authenticator_from
+from cluster.gateway.identity import Authenticator, Several, SingleTenant, authenticator_from, operator
 from cluster.kube.room import KubeRoom
 from cluster.launch.credentials import credentials_of
 from cluster.launch.hands import LauncherHands, make_controller
@@ -25,8 +25,9 @@ from cluster.operators.fleet import FleetOperations
 from cluster.operators.service import FleetService, LocalBackend, Metadata
 from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
+from cluster.tls import dialer_of
 from genlock.v1 import operator_pb2_grpc
-from kvstore.errors import InvalidInput, PermissionDenied, Unavailable
+from kvstore.errors import InvalidInput, Unavailable
 from wire.interceptor import TypedErrors
 from wire.metrics_http import OFF, MetricsServer, reachable
 from wire.options import server_options
@@ -88,7 +89,9 @@ class ControllerService:
         room = KubeRoom(config.kube) if config.kube.enabled else None
         controller = make_controller(config, registry, LauncherHands(config, self._launcher, ignore_loss), room)
         operations = Operations(controller, PolicyScaler(_unix_ms), config.control.autoscale_ms)
-        server = grpc.aio.server(interceptors=(TypedErrors(),), options=server_options())
+        dialer = dialer_of(config.tls)
+        # Gateways call it, with the operator's credential in hand: it is a part of the cluster like a worker.
+        server = grpc.aio.server(interceptors=(TypedErrors(), *dialer.interceptors()), options=server_options())
         backend = LocalBackend(FleetOperations(operations, _unix_ms))
         service = FleetService(lambda: backend, self._operator)  # type: ignore[abstract]  # the rest is the gateways'
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(service, server)
@@ -96,7 +99,7 @@ class ControllerService:
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         host = own_address(config.control.host, "control.host")
         try:
-            port = server.add_insecure_port(f"{host}:{config.control.port}")
+            port = dialer.listen(server, f"{host}:{config.control.port}")
         except RuntimeError as error:
             raise Unavailable(
                 "port_taken", f"cannot listen on {host}:{config.control.port}: choose another", field="control.port"
@@ -139,10 +142,7 @@ class ControllerService:
 
     def _operator(self, metadata: Metadata) -> str:
         """Raises Unauthenticated, PermissionDenied."""
-        caller = self._authenticator.caller(metadata)
-        if not caller.operator:
-            raise PermissionDenied("not_an_operator", "this credential may not see or change the whole cluster")
-        return caller.tenant
+        return operator(self._authenticator.caller(metadata))
 
 
 def make_ray_service(config: Config, builder: WorkerBuilder, tenants: str) -> Service:

@@ -30,7 +30,7 @@ from cluster.launch.hands import LauncherHands, make_controller, spec_of
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
 from cluster.operators.fleet import FleetOperations
-from cluster.operators.service import LocalBackend, NoFleet
+from cluster.operators.service import LocalBackend
 from cluster.registry.base import Registry
 from cluster.registry.make import registry_from
 from cluster.roles import Role
@@ -201,8 +201,6 @@ class Cluster:
         """Ends watch and controller. Returns the workers that there may still be."""
         watch, self._watch = self._watch, None
         operations, self._operations = self._operations, None
-        if self._gateway is not None:
-            self._gateway.state.backend = NoFleet()
         controller, self._controller = self._controller, None
         worker_ids, self._worker_ids = self._worker_ids, []
         if watch is not None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import socket
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from cluster.control.state import Phase
+from cluster.devca import make
 from cluster.launch.controlling import ControllerService
 from cluster.launch.launcher import InProcessLauncher
+from cluster.tls import dialer_of
+from genlock.v1 import operator_pb2, operator_pb2_grpc
 from kvstore.errors import Unavailable
 from tests.support.fake_workers import build_fake, config
 from tests.support.scrape import Scrape, scrape
 from tests.support.valkey import Valkey
+from wire.calls import answer
 
 WAIT_S = 20
 
@@ -78,3 +84,24 @@ async def test_a_taken_port_is_named_and_off_is_off(valkey: Valkey) -> None:
     await running.stop()
     await launcher.close()
     assert running.metrics_endpoint == ""
+
+
+async def test_with_certificates_gateways_reach_it_and_nobody_else(valkey: Valkey, tmp_path: Path) -> None:
+    made = make(tmp_path / "own", [], datetime.datetime.now(datetime.UTC))
+    flags = {
+        "registry__url": valkey.url, "cluster__secret": "ab" * 16, "control__ray_address": "auto",
+        "tls__cert_file": str(made.cert), "tls__key_file": str(made.key), "tls__ca_file": str(made.ca),
+    }  # fmt: skip
+    settings = config(**flags)
+    running = ControllerService(settings, InProcessLauncher(build_fake))
+    endpoint = await running.start()
+    try:
+        async with dialer_of(settings.tls).open(endpoint) as channel:
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            assert (await answer(stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=10))).desired_prefill == 1
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            with pytest.raises(Unavailable):
+                await answer(stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=10))
+    finally:
+        await running.stop()
