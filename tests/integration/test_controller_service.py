@@ -93,7 +93,8 @@ async def test_with_certificates_gateways_reach_it_and_nobody_else(valkey: Valke
         "tls__cert_file": str(made.cert), "tls__key_file": str(made.key), "tls__ca_file": str(made.ca),
     }  # fmt: skip
     settings = config(**flags)
-    running = ControllerService(settings, InProcessLauncher(build_fake))
+    launcher = InProcessLauncher(build_fake)
+    running = ControllerService(settings, launcher)
     endpoint = await running.start()
     try:
         async with dialer_of(settings.tls).open(endpoint) as channel:
@@ -105,3 +106,4 @@ async def test_with_certificates_gateways_reach_it_and_nobody_else(valkey: Valke
                 await answer(stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=10))
     finally:
         await running.stop()
+        await launcher.close()
