@@ -1,18 +1,19 @@
-"""What the gateway costs a streamed token: N streams through one gateway process, beside a bare gRPC pass-through.
+"""What the gateway costs a streamed token: N streams through one gateway process, beside a bare hand-through.
 
-Scripted workers in a process of their own stream answers as fast as they are taken, a few tokens in each message, as
-decode workers do whose steps are coalesced under load. The gateway is the one that serves: admission, routing, token
-counts, detokenizing, every check on the stream. The peer forwards the same messages as bytes that it never reads: what
-gRPC for asyncio costs by itself. Each front is pinned to one core, and its processor time is what counts, so that other
-work on the host blurs the figures less.
+A scripted decode worker in a process of its own runs steps at a fixed pace: each step gives every stream its next
+token, and all of them leave as one message, as those of a real decode worker do. The gateway is the one that serves:
+admission, routing, token counts, detokenizing, every check on the stream. The peer takes the same messages apart and
+writes a message that it made beforehand to each client: what gRPC for asyncio costs by itself. Each front is pinned to
+one core, and its processor time is what counts, so that other work on the host blurs the figures less.
 
     genlock bench gateway
-    genlock bench gateway --streams 256 --tokens-per-message 4 --json
+    genlock bench gateway --streams 256 --rate 30000 --json
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -31,6 +32,7 @@ import grpc.aio
 from cluster.config import load
 from cluster.gateway.served import Sources
 from cluster.gateway.server import Gateway
+from cluster.gateway.sessions import DecodeSession
 from cluster.launch.served import load_served
 from cluster.roles import Role
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
@@ -38,28 +40,29 @@ from kvstore.errors import Unavailable
 from wire.options import channel_options, server_options
 
 STREAMS = (64, 256)
-PER_MESSAGE = (1, 4)
+RATES = (20_000,)
 MAX_STREAMS = 4096
 PROMPT_TOKENS = 16
-DECODE = "/genlock.v1.DecodeService/Decode"
+SESSION = "/genlock.v1.DecodeService/Session"
 GENERATE = "/genlock.v1.InferenceService/Generate"
 GATEWAY, PASS, WORKERS = "gateway", "pass", "workers"
 READY_MS = 30_000.0
+MIN_PAUSE_S = 0.0002
 
 
 @dataclass(frozen=True)
 class FrontRow:
     """One front under one load. Throughputs are tokens that reached the client, each second."""
 
-    front: str  # "gateway", or "pass": the pass-through
+    front: str  # "gateway", or "pass": the hand-through
     streams: int
-    tokens_per_message: int
+    offered_tokens_per_s: int  # what the steps' pace amounts to
     tokens: int
-    tokens_per_core_s: float  # over the front's processor time: what one core gives when nothing else runs on it
     tokens_per_s: float  # over the time from the first call to the last end, on this host as it is
+    core_share: float  # the front's processor time over that time
+    tokens_per_core_s: float  # over its processor time: what one core gives when nothing else runs on it
     core_us_per_token: float
-    core_us_per_message: float
-    messages: int  # that reached the client
+    tokens_per_message: float  # of messages to the client; above 1 when the front or the client falls behind
 
 
 # --- scripted workers ----------------------------------------------------------------------------------------------
@@ -78,36 +81,59 @@ class _Scripted(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(drained=True)
 
 
-def _decode_handler(per_message: int) -> Any:
-    """Answers with `max_tokens` tokens of the prompt. Messages are made once for each call, not one by one: the script
-    must be faster than what it feeds."""
+class _Steps(worker_pb2_grpc.DecodeServiceServicer):
+    """Answers with `max_tokens` tokens of the prompt, a token of every request each `step_s`."""
 
-    async def decode(data: bytes, context: Any) -> None:
-        ticket = worker_pb2.DecodeRequest.FromString(data).ticket
-        tokens = [worker_pb2.SampledToken(token_id=token) for token in ticket.token_ids]
-        whole, rest = divmod(ticket.sampling.max_tokens, per_message)
+    def __init__(self) -> None:
+        self.step_s = 1.0
 
-        def event(count: int) -> bytes:
-            some = [tokens[at % len(tokens)] for at in range(count)]
-            return worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=some)).SerializeToString()
+    async def Session(self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Any) -> None:  # type: ignore[override] # grpc.aio also takes coroutines
+        open_calls: dict[int, tuple[list[int], int]] = {}
+        stepping = asyncio.create_task(self._step(open_calls, context))
+        try:
+            async for command in commands:
+                if command.HasField("submit"):
+                    ticket = command.submit.ticket
+                    open_calls[command.call_no] = list(ticket.token_ids), ticket.sampling.max_tokens
+                else:
+                    open_calls.pop(command.call_no, None)
+        finally:
+            stepping.cancel()
 
-        message = event(per_message)
-        for _ in range(whole):
-            await context.write(message)
-        if rest:
-            await context.write(event(rest))
-        finished = worker_pb2.DecodeFinished(
-            finish_reason=inference_pb2.FINISH_REASON_LENGTH, completion_tokens=ticket.sampling.max_tokens
-        )
-        await context.write(worker_pb2.DecodeEvent(finished=finished).SerializeToString())
+    async def CheckPeer(self, request: worker_pb2.CheckPeerRequest, context: Any) -> worker_pb2.CheckPeerResponse:
+        return worker_pb2.CheckPeerResponse()
 
-    return _generic(DECODE, decode)
+    async def _step(self, open_calls: dict[int, tuple[list[int], int]], context: Any) -> None:
+        done: dict[int, int] = {}
+        due_s = time.perf_counter()
+        while True:
+            # Like a real worker's: steps go on at their pace, and what they gave since the last message leaves as one.
+            now_s = time.perf_counter()
+            steps = int((now_s - due_s) / self.step_s) if open_calls else 0
+            if not steps:
+                due_s = due_s if open_calls else now_s
+                await asyncio.sleep(max(due_s + self.step_s - now_s, MIN_PAUSE_S))
+                continue
+            due_s += steps * self.step_s
+            await context.write(_step_message(open_calls, done, steps))
 
 
-def _generic(path: str, handler: Callable[[bytes, Any], Any]) -> Any:
-    """A handler of bytes."""
-    service, method = path[1:].split("/")
-    return grpc.method_handlers_generic_handler(service, {method: grpc.unary_stream_rpc_method_handler(handler)})
+def _step_message(
+    open_calls: dict[int, tuple[list[int], int]], done: dict[int, int], steps: int
+) -> worker_pb2.DecodeEvents:
+    """The next tokens of every request, at most one a step, and the ends of those that have all."""
+    message = worker_pb2.DecodeEvents()
+    for call_no, (ids, wanted) in list(open_calls.items()):
+        at = done.get(call_no, 0)
+        upto = done[call_no] = min(at + steps, wanted)
+        message.call_nos.extend([call_no] * (upto - at))
+        message.token_ids.extend(ids[place % len(ids)] for place in range(at, upto))
+        if at == wanted:
+            del open_calls[call_no], done[call_no]
+            finished = message.events.add(call_no=call_no).finished
+            finished.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+            finished.completion_tokens = wanted
+    return message
 
 
 def _bytes_method(channel: grpc.aio.Channel, path: str) -> Callable[..., AsyncIterator[bytes]]:
@@ -116,16 +142,20 @@ def _bytes_method(channel: grpc.aio.Channel, path: str) -> Callable[..., AsyncIt
     return method
 
 
-async def _serve_workers(per_message: int) -> None:
-    servers, told = [], {}
+async def _serve_workers() -> None:
+    servers, told, steps = [], {}, _Steps()
     for role in (Role.DECODE, Role.PREFILL):
         server = grpc.aio.server(options=server_options())
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Scripted(f"{role.value}-0", role), server)
-        server.add_generic_rpc_handlers((_decode_handler(per_message),))
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(steps, server)
         told[role.value] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         servers.append(server)
-    await _until_stdin_ends(told)
+
+    def pace(line: str) -> None:
+        steps.step_s = float(line)
+
+    await _until_stdin_ends(told, pace)
     for server in servers:
         await server.stop(0)
 
@@ -150,24 +180,37 @@ async def _serve_gateway(endpoints: dict[str, str], model: str) -> None:
 
 async def _serve_pass(endpoints: dict[str, str]) -> None:
     async with grpc.aio.insecure_channel(endpoints[Role.DECODE.value], options=channel_options()) as channel:
-        call = _bytes_method(channel, DECODE)
+        stub = worker_pb2_grpc.DecodeServiceStub(channel)
+        session = DecodeSession(lambda: stub.Session(None))
+        numbers = itertools.count(1)
 
-        async def forward(data: bytes, context: Any) -> AsyncIterator[bytes]:
-            async for message in call(data):
-                yield message
+        async def forward(data: bytes, context: Any) -> None:
+            made = inference_pb2.GenerateResponse(text=" token", token_ids=[1], server_id="0" * 16).SerializeToString()
+            call, finished = session.submit(next(numbers), worker_pb2.DecodeRequest.FromString(data)), None
+            while finished is None:
+                tokens, finished = await call.next()
+                if tokens:
+                    await context.write(made)
+            last = inference_pb2.GenerateResponse()
+            last.finished.usage.completion_tokens = finished.completion_tokens
+            await context.write(last.SerializeToString())
 
         server = grpc.aio.server(options=server_options())
-        server.add_generic_rpc_handlers((_generic(DECODE, forward),))
+        service, method = GENERATE[1:].split("/")
+        handler: Any = grpc.unary_stream_rpc_method_handler(forward)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         await _until_stdin_ends({"endpoint": f"127.0.0.1:{port}"})
+        await session.close()
         await server.stop(0)
 
 
-async def _until_stdin_ends(told: dict[str, str]) -> None:
+async def _until_stdin_ends(told: dict[str, str], on_line: Callable[[str], None] = lambda line: None) -> None:
     """Tells the parent where this part is, on one line, and stays while the parent does."""
     print(json.dumps(told), flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    while line := await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline):
+        on_line(line)
 
 
 @contextmanager
@@ -209,25 +252,18 @@ def _ask(front: str, tokens: int, seed: int) -> bytes:
     ).SerializeToString()
 
 
-def _told_tokens(front: str, last: bytes) -> int:
-    """What a stream's last message says."""
-    if front == PASS:
-        return worker_pb2.DecodeEvent.FromString(last).finished.completion_tokens
-    return inference_pb2.GenerateResponse.FromString(last).finished.usage.completion_tokens
-
-
 async def _load(front: str, endpoint: str, pid: int, streams: int, tokens: int) -> tuple[float, float, int]:
     """Seconds, processor seconds of the front, and messages, of `streams` answers at once."""
     async with grpc.aio.insecure_channel(endpoint, options=channel_options()) as channel:
-        method = _bytes_method(channel, DECODE if front == PASS else GENERATE)
+        method = _bytes_method(channel, GENERATE)
 
         async def one(seed: int, count: int) -> int:
             messages, last = 0, b""
             async for message in method(_ask(front, count, seed), timeout=600):
                 messages, last = messages + 1, message
-            if _told_tokens(front, last) != count:
+            if inference_pb2.GenerateResponse.FromString(last).finished.usage.completion_tokens != count:
                 raise Unavailable("tokens_lost", f"an answer of {count} tokens through {front} came incomplete")
-            return messages
+            return messages - 1  # without the end
 
         await asyncio.gather(*(one(seed, 8) for seed in range(8)))
         begin, cpu_s = time.perf_counter(), _cpu_s(pid)
@@ -235,45 +271,47 @@ async def _load(front: str, endpoint: str, pid: int, streams: int, tokens: int) 
         return time.perf_counter() - begin, _cpu_s(pid) - cpu_s, messages
 
 
-def _row(front: str, streams: int, per_message: int, tokens: int, took: tuple[float, float, int]) -> FrontRow:
+def _row(front: str, streams: int, rate: int, tokens: int, took: tuple[float, float, int]) -> FrontRow:
     wall_s, cpu_s, messages = took
     cpu_s = max(cpu_s, 0.01)
     return FrontRow(
         front=front,
         streams=streams,
-        tokens_per_message=per_message,
+        offered_tokens_per_s=rate,
         tokens=tokens,
-        tokens_per_core_s=round(tokens / cpu_s),
         tokens_per_s=round(tokens / wall_s),
+        core_share=round(cpu_s / wall_s, 3),
+        tokens_per_core_s=round(tokens / cpu_s),
         core_us_per_token=round(cpu_s * 1e6 / tokens, 1),
-        core_us_per_message=round(cpu_s * 1e6 / messages, 1),
-        messages=messages,
+        tokens_per_message=round(tokens / max(1, messages), 2),
     )
 
 
 def run(
     streams: Sequence[int] = STREAMS,
-    per_message: Sequence[int] = PER_MESSAGE,
-    tokens: int = 100_000,
+    rates: Sequence[int] = RATES,
+    seconds: float = 5.0,
     model: str = "smollm2",
     report: Callable[[str], None] = lambda line: None,
 ) -> list[FrontRow]:
-    """Every load on the gateway and on the peer, one after the other; `tokens` in each, all streams together."""
+    """Every load on the gateway and on the peer, one after the other, about `seconds` each."""
     rows = []
-    for count in per_message:
-        with ExitStack() as parts:
-            _, endpoints = parts.enter_context(_part(WORKERS, "--tokens-per-message", str(count)))
-            where = json.dumps(endpoints)
-            fronts = {
-                name: parts.enter_context(_part(name, "--endpoints", where, "--model", model))
-                for name in (GATEWAY, PASS)
-            }
+    with ExitStack() as parts:
+        workers, endpoints = parts.enter_context(_part(WORKERS))
+        where = json.dumps(endpoints)
+        fronts = {
+            name: parts.enter_context(_part(name, "--endpoints", where, "--model", model)) for name in (GATEWAY, PASS)
+        }
+        for rate in rates:
             for many in streams:
-                each = max(1, tokens // many)
+                assert workers.stdin is not None
+                workers.stdin.write(f"{many / rate}\n")
+                workers.stdin.flush()
+                each = max(1, round(rate * seconds / many))
                 for name, (process, told) in fronts.items():
-                    report(f"{name}: {many} streams, {count} tokens a message")
+                    report(f"{name}: {many} streams, {rate} tokens/s")
                     took = asyncio.run(_load(name, told["endpoint"], process.pid, many, each))
-                    rows.append(_row(name, many, count, each * many, took))
+                    rows.append(_row(name, many, rate, each * many, took))
     return rows
 
 
@@ -281,43 +319,43 @@ def run(
     epilog="""\b
 Examples:
   genlock bench gateway
-  genlock bench gateway --streams 256 --tokens-per-message 1 --tokens-per-message 8
+  genlock bench gateway --streams 256 --rate 10000 --rate 20000 --rate 40000
   genlock bench gateway --json"""
 )
 @click.option("--streams", multiple=True, type=click.IntRange(1, MAX_STREAMS), default=STREAMS, show_default=True,
               help="Answers at once; may repeat.")  # fmt: skip
-@click.option("--tokens-per-message", "per_message", multiple=True, type=click.IntRange(1, 64), default=PER_MESSAGE,
-              show_default=True, help="Tokens that a decode worker sends at once; may repeat.")  # fmt: skip
-@click.option("--tokens", type=click.IntRange(1, 100_000_000), default=100_000, show_default=True,
-              help="Tokens of one load, all streams together.")  # fmt: skip
+@click.option("--rate", "rates", multiple=True, type=click.IntRange(1, 10_000_000), default=RATES, show_default=True,
+              help="Tokens a second that decode offers, all streams together; may repeat.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0.01, 3600), default=5.0, show_default=True, help="For each load.")
 @click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer makes text of them.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--part", hidden=True, type=click.Choice((GATEWAY, PASS, WORKERS)))
 @click.option("--endpoints", hidden=True, default="{}")
 def command(
-    streams: tuple[int, ...], per_message: tuple[int, ...], tokens: int, model: str, as_json: bool, part: str | None,
+    streams: tuple[int, ...], rates: tuple[int, ...], seconds: float, model: str, as_json: bool, part: str | None,
     endpoints: str,
 ) -> int:  # fmt: skip
-    """Measures streamed tokens through one gateway on one core, beside a pass-through that reads nothing."""
+    """Measures streamed tokens through one gateway on one core, beside a bare hand-through."""
     if part is not None:
-        _run_part(part, json.loads(endpoints), model, per_message[0])
+        _run_part(part, json.loads(endpoints), model)
         return 0
-    rows = run(streams, per_message, tokens, model, lambda line: click.echo(line, err=True))
+    rows = run(streams, rates, seconds, model, lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps({"rows": [asdict(row) for row in rows]}))
         return 0
-    click.echo("front    streams  tokens/message  tokens/s of one core  tokens/s here  core us/token  core us/message")
+    click.echo("front    streams  offered/s  tokens/s  core share  tokens/s of one core  core us/token  tokens/message")
     for row in rows:
         click.echo(
-            f"{row.front:7s}  {row.streams:7d}  {row.tokens_per_message:14d}  {row.tokens_per_core_s:20.0f}"
-            f"  {row.tokens_per_s:13.0f}  {row.core_us_per_token:13.1f}  {row.core_us_per_message:15.1f}"
+            f"{row.front:7s}  {row.streams:7d}  {row.offered_tokens_per_s:9d}  {row.tokens_per_s:8.0f}"
+            f"  {row.core_share:10.2f}  {row.tokens_per_core_s:20.0f}  {row.core_us_per_token:13.1f}"
+            f"  {row.tokens_per_message:14.2f}"
         )
     return 0
 
 
-def _run_part(part: str, endpoints: dict[str, str], model: str, per_message: int) -> None:
+def _run_part(part: str, endpoints: dict[str, str], model: str) -> None:
     if part == WORKERS:
-        asyncio.run(_serve_workers(per_message))
+        asyncio.run(_serve_workers())
         return
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     asyncio.run(_serve_gateway(endpoints, model) if part == GATEWAY else _serve_pass(endpoints))

@@ -1,10 +1,11 @@
-"""Decode's gRPC face: one call is one request. The caller's leaving cancels it, whatever state it is in."""
+"""Decode's gRPC face: the requests of one gateway share a call. A caller's leaving cancels its request, whatever state
+it is in."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from decode.engine import DecodeEngine, Ended
@@ -13,9 +14,9 @@ from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
 from model.base import ModelInfo
 from model.sampler import SampledToken
-from wire.convert import finish_to_proto, served_ticket, token_to_proto
+from wire.convert import finish_to_proto, served_ticket
 from wire.errors import abort_with, surprise
-from wire.replies import Replies
+from wire.session import Cancel, Session, Tell
 from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -47,22 +48,21 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         self._clock = clock
         self._tracer = tracer
         self._worker = worker
+        self._sessions: set[Session] = set()
 
-    async def Decode(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
-        self, request: worker_pb2.DecodeRequest, context: Any
+    async def Session(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
+        self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Any
     ) -> None:
-        trail = incoming(self._tracer, "decode", context.invocation_metadata() or (), self._worker)
+        session = Session(self._start, context)
+        self._sessions.add(session)
         try:
-            await self._decode(request, context, trail)
-        except GenlockError as error:
-            trail.end(error.reason)
-            await abort_with(context, error)
+            await session.run(commands)
         except asyncio.CancelledError:
             raise
         except Exception as unexpected:
-            internal = surprise(unexpected, "decode")
-            trail.end(internal.reason)
-            await abort_with(context, internal)
+            await abort_with(context, surprise(unexpected, "a session"))
+        finally:
+            self._sessions.discard(session)
 
     async def CheckPeer(self, request: worker_pb2.CheckPeerRequest, context: Any) -> worker_pb2.CheckPeerResponse:
         try:
@@ -77,44 +77,38 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             await abort_with(context, surprise(unexpected, "check_peer"))
         return worker_pb2.CheckPeerResponse(proof=proof_to_proto(verdict))
 
-    async def _decode(self, request: worker_pb2.DecodeRequest, context: Any, trail: Trail) -> None:
+    def finish(self) -> None:
+        """The worker stops: each session ends as soon as it has no open request."""
+        for session in list(self._sessions):
+            session.finish()
+
+    async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Cancel:
+        trail = incoming(self._tracer, "decode", request.trail.items(), self._worker)
+        try:
+            return await self._submit(request, tell, trail)
+        except GenlockError as error:
+            trail.end(error.reason)
+            raise
+        except asyncio.CancelledError:
+            trail.end("cancelled")
+            raise
+
+    async def _submit(self, request: worker_pb2.DecodeRequest, tell: Tell, trail: Trail) -> Cancel:
         ticket = served_ticket(request.ticket, self._info)
         trail.set(prompt_tokens=ticket.prompt_tokens)
         if not request.prefill_endpoint or not request.prefill_worker:
             raise InvalidInput("prefill_not_named", "the router named no prefill worker", field="prefill_endpoint")
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[SampledToken | Ended | GenlockError] = asyncio.Queue()
+        if request.left_ms < 0:
+            raise InvalidInput("bad_deadline", "left_ms must not be negative", field="left_ms")
+        left_ms = min(request.left_ms or MAX_DEADLINE_MS, MAX_DEADLINE_MS)
 
         def sink(event: SampledToken | Ended | GenlockError) -> None:  # on the step thread
-            with contextlib.suppress(RuntimeError):  # a closed loop has no caller left to tell
-                loop.call_soon_threadsafe(events.put_nowait, event)
+            tell(self._finished(event) if isinstance(event, Ended) else event)
 
-        remaining = context.time_remaining()
-        left_ms = MAX_DEADLINE_MS if remaining is None else min(int(remaining * 1000), MAX_DEADLINE_MS)
         request_no = await self._engine.submit(
             ticket, request.prefill_endpoint, request.prefill_worker, self._clock() + left_ms, sink, trail
         )
-        try:
-            await self._stream(events, context)
-        finally:
-            self._engine.cancel(request_no)  # nothing is left to cancel after the end
-
-    async def _stream(self, events: asyncio.Queue[SampledToken | Ended | GenlockError], context: Any) -> None:
-        """Sends what has gathered since the last message as one message."""
-        replies = Replies(context)
-        while True:
-            gathered = [await events.get()]
-            while not events.empty():
-                gathered.append(events.get_nowait())
-            tokens = [token_to_proto(e) for e in gathered if isinstance(e, SampledToken)]
-            if tokens:
-                await replies.write(worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=tokens)))
-            last = gathered[-1]
-            if isinstance(last, GenlockError):
-                raise last
-            if isinstance(last, Ended):
-                await replies.write(worker_pb2.DecodeEvent(finished=self._finished(last)))
-                return
+        return partial(self._engine.cancel, request_no)
 
     def _finished(self, ended: Ended) -> worker_pb2.DecodeFinished:
         facts = ended.facts

@@ -1,21 +1,19 @@
-"""One answer: one stream from a decode worker, checked, detokenized, cut at stop strings."""
+"""One answer: what one decode worker tells of it, checked, detokenized, cut at stop strings."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
+from cluster.gateway.sessions import DecodeCall, Token
 from cluster.gateway.text import ChoiceText, Piece
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2 as worker
 from kvstore.errors import Unavailable
 from model.sampling import SamplingParams
-from wire.calls import ResponseStream, responses
 
-DecodeCall = ResponseStream[worker.DecodeEvent]
-TextPiece = Piece[worker.SampledToken]
+TextPiece = Piece[Token]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Choice:
         self._received_ms = received_ms
         self._on_first_token = on_first_token
         hidden = frozenset(spec.sampling.stop_token_ids)
-        self._text: ChoiceText[worker.SampledToken] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
+        self._text: ChoiceText[Token] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
         self._first_ms = 0.0
         self._last_ms = 0.0
         self._whole: list[TextPiece] = []
@@ -65,17 +63,18 @@ class Choice:
     async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """All messages of this answer; the last one carries `finished`.
 
-        Raises Unavailable `stream_cut` when decode's stream ends early, `stream_protocol` when it goes on after its
-        end, `tokens_lost` when tokens are missing, and whatever error decode answered.
+        Raises Unavailable `stream_cut` when decode's stream ends early, `tokens_lost` when tokens are missing, and
+        whatever error decode answered.
         """
         finished: worker.DecodeFinished | None = None
-        async for event in self._events():
-            if finished is not None:
-                raise Unavailable("stream_protocol", "the decode worker went on after the end of the answer")
-            if event.HasField("finished"):
-                finished = event.finished
-                continue
-            piece = self._take(event.tokens.tokens)
+        while finished is None:
+            try:
+                tokens, finished = await self._call.next()
+            except Unavailable:
+                if self._checks.require_finished:
+                    raise
+                tokens, finished = (), self._as_if_finished()
+            piece = self._take(tokens)
             if piece.matched_stop:
                 self.cancel()
                 yield self._last_message(piece, pb.FINISH_REASON_STOP, None)
@@ -86,12 +85,6 @@ class Choice:
                 yield self._message(piece)
             else:
                 self._whole.append(piece)
-        if finished is None:
-            if self._checks.require_finished:
-                raise Unavailable("stream_cut", "the decode worker's stream ended before the answer was complete")
-            finished = worker.DecodeFinished(
-                finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=self._text.counted_tokens
-            )
         if self._checks.require_all_tokens and finished.completion_tokens != self._text.counted_tokens:
             raise Unavailable(
                 "tokens_lost",
@@ -101,12 +94,11 @@ class Choice:
         reason = pb.FINISH_REASON_STOP if rest.matched_stop else finished.finish_reason
         yield self._last_message(rest, reason, finished)
 
-    def _events(self) -> AsyncIterator[worker.DecodeEvent]:
-        """Decode's events as they come. Each layer between costs every token, so the usual case has none."""
-        events = responses(self._call)
-        return events if self._checks.require_finished else _until_unavailable(events)
+    def _as_if_finished(self) -> worker.DecodeFinished:
+        """The end of an answer that was cut, where nobody asks."""
+        return worker.DecodeFinished(finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=self._text.counted_tokens)
 
-    def _take(self, tokens: Sequence[worker.SampledToken]) -> TextPiece:
+    def _take(self, tokens: Sequence[Token]) -> TextPiece:
         if tokens:
             self._last_ms = self._now_ms()
             if not self._first_ms:
@@ -127,7 +119,7 @@ class Choice:
             message.logprobs.extend(self._logprob(token) for token in piece.tokens)
         return message
 
-    def _logprob(self, token: worker.SampledToken) -> pb.TokenLogprob:
+    def _logprob(self, token: Token) -> pb.TokenLogprob:
         text_of = self._tokenizer.token_text
         top = [
             pb.TopLogprob(token_id=best.token_id, text=text_of(best.token_id), logprob=best.logprob)
@@ -162,10 +154,3 @@ class Choice:
             times.queue_ms, times.prefill_ms, times.transfer_ms = done.queue_ms, done.prefill_ms, done.transfer_ms
             finished.verification.CopyFrom(done.verification)
         return message
-
-
-async def _until_unavailable(events: AsyncIterator[worker.DecodeEvent]) -> AsyncIterator[worker.DecodeEvent]:
-    """What comes before a stream breaks, as if it ended there."""
-    with contextlib.suppress(Unavailable):
-        async for event in events:
-            yield event

@@ -220,9 +220,12 @@ class RequestPath:
             tokenizer_digest=state.served.tokenizer.digest,
         )
         request = worker_pb2.DecodeRequest(
-            ticket=ticket, prefill_endpoint=chosen.prefill.endpoint, prefill_worker=chosen.prefill.worker_id
+            ticket=ticket,
+            prefill_endpoint=chosen.prefill.endpoint,
+            prefill_worker=chosen.prefill.worker_id,
+            left_ms=max(1, round(admitted.facts.deadline_ms - state.sources.now_ms())),
+            trail=dict(admitted.trail.metadata()),
         )
-        remaining_s = max(admitted.facts.deadline_ms - state.sources.now_ms(), 1.0) / 1000
         spec = ChoiceSpec(
             request_id=admitted.draft.request_id,
             server_id=admitted.trail.request_id,
@@ -238,10 +241,9 @@ class RequestPath:
             prefill_claim.release()
             state.metrics.first_token(state.sources.now_ms() - admitted.facts.received_ms)
 
-        stub, trail = state.decode_stub(chosen.decode.endpoint), admitted.trail
         return Choice(
             spec,
-            stub.Decode(request, timeout=remaining_s, metadata=trail.metadata()),
+            state.open_decode(chosen.decode.endpoint, request),
             state.served.tokenizer,
             state.checks,
             state.sources.now_ms,

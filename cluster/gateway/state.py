@@ -15,11 +15,12 @@ from cluster.gateway.metrics import GatewayMetrics, GatewayReading
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
+from cluster.gateway.sessions import CALL_NO_BYTES, DecodeCall, DecodeSession
 from cluster.gateway.waiting import WaitingRoom
 from cluster.operators.service import Backend, NoFleet
 from cluster.roles import Role
 from cluster.settings import Config
-from genlock.v1 import worker_pb2_grpc
+from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
 from wire.dial import Dialer
 from wire.ending import end_tasks
@@ -69,6 +70,8 @@ class GatewayState:
         # Set when a request met a worker that is gone: the pollers need not wait for their next turn.
         self._wake = asyncio.Event()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        # With decode workers, over these channels.
+        self._sessions: dict[str, DecodeSession] = {}
         self.dialer = dialer or Dialer()
         self._generation = self.dialer.generation
         self._retired: set[asyncio.Task[None]] = set()
@@ -132,14 +135,27 @@ class GatewayState:
     def worker_stub(self, endpoint: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel(endpoint))
 
+    def open_decode(self, endpoint: str, request: worker_pb2.DecodeRequest) -> DecodeCall:
+        """Sends a request to a decode worker, over the session with it."""
+        channel = self.channel(endpoint)  # first: with new certificates it retires the session, too
+        session = self._sessions.get(endpoint)
+        if session is None or session.over:
+            stub = worker_pb2_grpc.DecodeServiceStub(channel)
+            session = DecodeSession(lambda: stub.Session(None))
+            self._sessions[endpoint] = session
+        return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request)
+
     async def close_channel(self, endpoint: str) -> None:
+        session = self._sessions.pop(endpoint, None)
+        if session is not None:
+            await session.close()
         channel = self._channels.pop(endpoint, None)
         if channel is not None:
             await channel.close(None)
 
     def retire_channel(self, endpoint: str) -> None:
         """No worker of the fleet is there any more. Requests that run now keep the channel until they have ended."""
-        channel = self._channels.pop(endpoint, None)
+        channel, session = self._channels.pop(endpoint, None), self._sessions.pop(endpoint, None)
         if channel is None:
             return
         running = [running.task for running in self.running]
@@ -151,6 +167,8 @@ class GatewayState:
                 # A question for the status that is under way ends first.
                 await asyncio.sleep(self.config.workers.status_timeout_ms / 1000)
             finally:
+                if session is not None:
+                    await session.close()
                 await channel.close(None)
 
         task = asyncio.create_task(close(), name=f"close {endpoint}")

@@ -99,6 +99,7 @@ class BuiltWorker:
         self._executor: ThreadPoolExecutor | None = None
         self._prover: ThreadPoolExecutor | None = None
         self._status: WorkerStatusService | None = None
+        self._decode: DecodeService | None = None
         self._stopped = False
         self._started = False
         self.telemetry = WorkerTelemetry(self.spec, self.reading, tuning.tracer)
@@ -127,6 +128,7 @@ class BuiltWorker:
         if isinstance(servicer, PrefillService):
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
         else:
+            self._decode = servicer
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
         self._status = WorkerStatusService(self.facts, self._drain, self._idle)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._status, server)
@@ -159,6 +161,8 @@ class BuiltWorker:
             await self._cut()
         if self.heartbeat is not None:
             await self.heartbeat.stop()
+        if self._decode is not None:
+            self._decode.finish()
         if self._server is not None:
             await self._server.stop(0.2)
         loop = asyncio.get_running_loop()

@@ -124,6 +124,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "too_few_cpus": (
         "RESOURCE_EXHAUSTED", "This host has fewer CPUs than the workers reserve.",
         "Start fewer workers or lower workers.cpus.", False),
+    "session_full": ("RESOURCE_EXHAUSTED", "One gateway has as many requests at a worker as it may.", _BUSY, True),
     "peer_exhausted": ("RESOURCE_EXHAUSTED", "A worker refused for want of room, without details.", _BUSY, True),
     # Somebody is away.
     "draining": (
@@ -168,7 +169,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "peer_denied": ("UNAVAILABLE", "A worker denies this process the call.", "Check tls.* of both sides.", False),
     "incarnation_changed": ("UNAVAILABLE", "The peer was restarted since it was connected.", _WORKER, True),
     "stream_cut": ("UNAVAILABLE", "The decode worker's stream ended before the answer was complete.", _WORKER, True),
-    "stream_protocol": ("UNAVAILABLE", "The decode worker went on after the end of the answer.", _BUG, True),
+    "stream_protocol": ("UNAVAILABLE", "The decode worker sent a message that makes no sense.", _BUG, True),
     "tokens_lost": ("UNAVAILABLE", "Fewer tokens arrived than were generated.", _WORKER, True),
     "transfer_failed": ("UNAVAILABLE", "The transfer engine could not read the pages.",
                         "Send the request again; the worker's log has the engine's own words.", True),
@@ -296,6 +297,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                    "Ask again: the gateway finds the present one.", True),
     "registry_busy": ("UNAVAILABLE", "The registry changed under every try.", "Try again.", True),
     # Ours.
+    "call_no_taken": ("INVALID_ARGUMENT", "A gateway gave two requests at a worker one number.", _BUG, True),
+    "peer_internal": ("INTERNAL", "A worker ended the request without telling why.", _BUG, False),
     "internal": ("INTERNAL", "An unexpected error, contained to this request.", _BUG, False),
     "step_failed": ("INTERNAL", "A step of the model failed for this request.", _BUG, True),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from genlock.v1 import inference_pb2 as _inference_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.rpc import status_pb2 as _status_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -253,53 +254,171 @@ class PeerProof(_message.Message):
 Global___PeerProof: _TypeAlias = PeerProof  # noqa: Y015
 
 @_typing.final
+class DecodeCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_NO_FIELD_NUMBER: _builtins.int
+    SUBMIT_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    call_no: _builtins.int
+    """Drawn at random by the gateway for each request, so that a number that was confused belongs to nobody."""
+    @_builtins.property
+    def submit(self) -> Global___DecodeRequest: ...
+    @_builtins.property
+    def cancel(self) -> Global___DecodeCancel: ...
+    def __init__(
+        self,
+        *,
+        call_no: _builtins.int = ...,
+        submit: Global___DecodeRequest | None = ...,
+        cancel: Global___DecodeCancel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class DecodeCancel(_message.Message):
+    """The caller has gone. The request still ends with an event; numbers of ended requests are ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeCancel: _TypeAlias = DecodeCancel  # noqa: Y015
+
+@_typing.final
 class DecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrailEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TICKET_FIELD_NUMBER: _builtins.int
     PREFILL_ENDPOINT_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    LEFT_MS_FIELD_NUMBER: _builtins.int
+    TRAIL_FIELD_NUMBER: _builtins.int
     prefill_endpoint: _builtins.str
     """Chosen by the router, never by a client."""
     prefill_worker: _builtins.str
+    left_ms: _builtins.int
+    """Milliseconds until the caller's deadline; 0: the longest that there is."""
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
+    @_builtins.property
+    def trail(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The request's id, and the trace that it belongs to."""
+
     def __init__(
         self,
         *,
         ticket: Global___Ticket | None = ...,
         prefill_endpoint: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
+        left_ms: _builtins.int = ...,
+        trail: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_endpoint", b"prefill_endpoint", "prefill_worker", b"prefill_worker", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_ms", b"left_ms", "prefill_endpoint", b"prefill_endpoint", "prefill_worker", b"prefill_worker", "ticket", b"ticket", "trail", b"trail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
+class DecodeEvents(_message.Message):
+    """What has gathered since the last message, of all requests of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_NOS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def call_nos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The next token of each request, oldest first: token_ids[i] is of request call_nos[i]. Comes before `events`."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeEvent]:
+        """Tokens with log-probabilities, and ends."""
+
+    def __init__(
+        self,
+        *,
+        call_nos: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        events: _abc.Iterable[Global___DecodeEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_nos", b"call_nos", "events", b"events", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeEvents: _TypeAlias = DecodeEvents  # noqa: Y015
+
+@_typing.final
 class DecodeEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    CALL_NO_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    call_no: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___DecodeTokens: ...
     @_builtins.property
     def finished(self) -> Global___DecodeFinished: ...
+    @_builtins.property
+    def failed(self) -> _status_pb2.Status: ...
     def __init__(
         self,
         *,
+        call_no: _builtins.int = ...,
         tokens: Global___DecodeTokens | None = ...,
         finished: Global___DecodeFinished | None = ...,
+        failed: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -312,7 +431,7 @@ class DecodeTokens(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]:
-        """One flush tick's tokens of this request."""
+        """In order."""
 
     def __init__(
         self,

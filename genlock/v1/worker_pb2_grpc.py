@@ -34,10 +34,10 @@ class DecodeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Decode = channel.unary_stream(
-                '/genlock.v1.DecodeService/Decode',
-                request_serializer=genlock_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=genlock_dot_v1_dot_worker__pb2.DecodeEvent.FromString,
+        self.Session = channel.stream_stream(
+                '/genlock.v1.DecodeService/Session',
+                request_serializer=genlock_dot_v1_dot_worker__pb2.DecodeCommand.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_worker__pb2.DecodeEvents.FromString,
                 _registered_method=True)
         self.CheckPeer = channel.unary_unary(
                 '/genlock.v1.DecodeService/CheckPeer',
@@ -49,8 +49,10 @@ class DecodeServiceStub:
 class DecodeServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Decode(self, request, context):
-        """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it.
+    def Session(self, request_iterator, context):
+        """The home of requests: each is reserved, prefilled, pulled, verified, generated. All requests that one gateway has at
+        this worker share a call, so that the tokens of a step leave as one message. Each submitted request ends with one
+        `finished` or `failed`. Ending the commands lets them run on; closing the call cancels all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -67,10 +69,10 @@ class DecodeServiceServicer:
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Decode': grpc.unary_stream_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=genlock_dot_v1_dot_worker__pb2.DecodeRequest.FromString,
-                    response_serializer=genlock_dot_v1_dot_worker__pb2.DecodeEvent.SerializeToString,
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=genlock_dot_v1_dot_worker__pb2.DecodeCommand.FromString,
+                    response_serializer=genlock_dot_v1_dot_worker__pb2.DecodeEvents.SerializeToString,
             ),
             'CheckPeer': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckPeer,
@@ -89,7 +91,7 @@ class DecodeService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Decode(request,
+    def Session(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -99,12 +101,12 @@ class DecodeService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/genlock.v1.DecodeService/Decode',
-            genlock_dot_v1_dot_worker__pb2.DecodeRequest.SerializeToString,
-            genlock_dot_v1_dot_worker__pb2.DecodeEvent.FromString,
+            '/genlock.v1.DecodeService/Session',
+            genlock_dot_v1_dot_worker__pb2.DecodeCommand.SerializeToString,
+            genlock_dot_v1_dot_worker__pb2.DecodeEvents.FromString,
             options,
             channel_credentials,
             insecure,

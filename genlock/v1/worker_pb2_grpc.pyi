@@ -31,8 +31,11 @@ class DecodeServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
-    Decode: _grpc.UnaryStreamMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.DecodeEvent]
-    """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it."""
+    Session: _grpc.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvents]
+    """The home of requests: each is reserved, prefilled, pulled, verified, generated. All requests that one gateway has at
+    this worker share a call, so that the tokens of a step leave as one message. Each submitted request ends with one
+    `finished` or `failed`. Ending the commands lets them run on; closing the call cancels all.
+    """
     CheckPeer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckPeerRequest, _worker_pb2.CheckPeerResponse]
     """Proves that pages of a prefill worker's pool arrive as they were sealed, unless that is proved already for the
     pool's present life. A pair that fails is an answer, not an error.
@@ -41,8 +44,11 @@ class DecodeServiceStub:
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Decode: _aio.UnaryStreamMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.DecodeEvent]  # type: ignore[assignment]
-    """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it."""
+    Session: _aio.StreamStreamMultiCallable[_worker_pb2.DecodeCommand, _worker_pb2.DecodeEvents]  # type: ignore[assignment]
+    """The home of requests: each is reserved, prefilled, pulled, verified, generated. All requests that one gateway has at
+    this worker share a call, so that the tokens of a step leave as one message. Each submitted request ends with one
+    `finished` or `failed`. Ending the commands lets them run on; closing the call cancels all.
+    """
     CheckPeer: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckPeerRequest, _worker_pb2.CheckPeerResponse]  # type: ignore[assignment]
     """Proves that pages of a prefill worker's pool arrive as they were sealed, unless that is proved already for the
     pool's present life. A pair that fails is an answer, not an error.
@@ -50,12 +56,15 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
-    def Decode(
+    def Session(
         self,
-        request: _worker_pb2.DecodeRequest,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.DecodeCommand],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeEvent], _abc.AsyncIterator[_worker_pb2.DecodeEvent]]:
-        """The home of a request: reserves, has it prefilled, pulls, verifies, generates. Closing the call cancels it."""
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.DecodeEvents], _abc.AsyncIterator[_worker_pb2.DecodeEvents]]:
+        """The home of requests: each is reserved, prefilled, pulled, verified, generated. All requests that one gateway has at
+        this worker share a call, so that the tokens of a step leave as one message. Each submitted request ends with one
+        `finished` or `failed`. Ending the commands lets them run on; closing the call cancels all.
+        """
 
     @_abc_1.abstractmethod
     def CheckPeer(

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc.aio
 
+from cluster.gateway.sessions import DecodeSession
 from cluster.launch.build import BuiltWorker
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
@@ -24,6 +25,7 @@ from model.sampling import SamplingParams
 from model.ticket import Ticket
 from tests.fuzz.layer import Finding, reason_of
 from tests.fuzz.mutate import mutated
+from tests.support.decode_calls import Decoding, told
 from tests.support.edge_lab import EdgeLab, Neighbour, require_served
 from wire.convert import ticket_from_proto, ticket_to_proto
 from wire.errors import from_rpc
@@ -138,6 +140,7 @@ class Live:
     hostile: HostilePrefill
     hostile_endpoint: str
     decode: worker_pb2_grpc.DecodeServiceAsyncStub
+    decoding: Decoding  # one session for all cases: a bad request must not end it
     prefill: worker_pb2_grpc.PrefillServiceAsyncStub
     workers: Sequence[worker_pb2_grpc.WorkerServiceAsyncStub]
     gateway: inference_pb2_grpc.InferenceServiceAsyncStub
@@ -164,14 +167,14 @@ class Live:
             raise Finding(f"wrong tokens {list(tokens)[:8]}, not {wanted[:8]}")
 
 
-async def ended(call: Any, take: Callable[[Any], None], *, may_be_late: bool = False) -> GenlockError | None:
+async def ended(call: Any, take: Callable[[Any], None]) -> GenlockError | None:
     """Reads a call to its end; its typed error. Raises Finding where it does not end by itself."""
     try:
         async for message in call:
             take(message)
     except grpc.aio.AioRpcError as rpc_error:
         error = from_rpc(rpc_error)
-        if isinstance(error, DeadlineExceeded) and not may_be_late:
+        if isinstance(error, DeadlineExceeded):
             raise Finding(f"hangs: {error.message}") from rpc_error
         # grpc's own words when the call ended while this side still wrote to it: the peer's status is lost then.
         return Cancelled("ended_meanwhile", error.message) if "Internal error from Core" in error.message else error
@@ -192,11 +195,10 @@ async def decode_calls(live: Live, rng: random.Random) -> str:
     if message is None:
         return "unparsed"
     short(message.ticket.sampling)
-    tokens: list[int] = []
-    call = live.decode.Decode(message, timeout=CALL_TIMEOUT_S)
+    call = live.decoding.submit(message)
     if rng.random() < 0.1:
         return await left(call, rng)
-    error = await ended(call, lambda event: tokens.extend(t.token_id for t in event.tokens.tokens))
+    tokens, error = await told(call, CALL_TIMEOUT_S)
     if error is None:
         live.require_right(message.ticket, tokens, whole=True)
         return "ok"
@@ -263,13 +265,10 @@ async def handoffs(live: Live, rng: random.Random) -> str:
         ticket=ticket_to_proto(ticket), prefill_endpoint=live.hostile_endpoint, prefill_worker="prefill-1"
     )
     plan = live.hostile.plans[ticket.ticket_id] = Plan(rng)
-    tokens: list[int] = []
+    # A peer that lives and says nothing keeps a request until its deadline, like one that computes for long.
+    message.left_ms = int(SILENT_TIMEOUT_S * 1000)
     try:
-        # A peer that lives and says nothing keeps a request until its deadline, like one that computes for long.
-        call = live.decode.Decode(message, timeout=SILENT_TIMEOUT_S)
-        error = await ended(
-            call, lambda event: tokens.extend(t.token_id for t in event.tokens.tokens), may_be_late=True
-        )
+        tokens, error = await told(live.decoding.submit(message), CALL_TIMEOUT_S + SILENT_TIMEOUT_S)
     finally:
         del live.hostile.plans[ticket.ticket_id]
     vocabulary = live.lab.subject.model.info.vocab_size
@@ -318,9 +317,63 @@ async def statuses(live: Live, rng: random.Random) -> str:
     return "ok"
 
 
+async def session_commands(live: Live, rng: random.Random) -> str:
+    """A session of its own: requests, some with a number that is taken, cancels of anybody, commands of no kind. What
+    was submitted ends, at most as often as it was submitted, and the session ends when the commands do."""
+    call = live.decode.Session(None, timeout=CALL_TIMEOUT_S)
+    numbers = [rng.getrandbits(64) for _ in range(3)]
+    submitted: Counter[int] = Counter()
+    ends: Counter[int] = Counter()
+
+    def command() -> worker_pb2.DecodeCommand:
+        kind = rng.randrange(6)
+        number = rng.choice((*numbers, rng.getrandbits(64), 0))
+        if kind == 0:
+            return worker_pb2.DecodeCommand(call_no=number, cancel=worker_pb2.DecodeCancel())
+        if kind == 1:
+            return worker_pb2.DecodeCommand(call_no=number)
+        ticket = ticket_to_proto(live.ticket(rng))
+        good = worker_pb2.DecodeRequest(
+            ticket=ticket, prefill_endpoint=live.lab.prefill.endpoint, prefill_worker="prefill-0"
+        )
+        sent = worker_pb2.DecodeCommand(call_no=number, submit=good)
+        sent = sent if kind > 2 else mutated(rng, sent) or sent
+        short(sent.submit.ticket.sampling) if sent.HasField("submit") else None
+        return sent
+
+    async def write() -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            for _ in range(rng.randrange(8)):
+                sent = command()
+                submitted[sent.call_no] += sent.HasField("submit")
+                await call.write(sent)
+                await asyncio.sleep(rng.choice((0, 0, 0.002, 0.01)))
+            await call.done_writing()
+
+    def take(events: worker_pb2.DecodeEvents) -> None:
+        ends.update(event.call_no for event in events.events if event.WhichOneof("event") != "tokens")
+
+    writer = asyncio.create_task(write())
+    try:
+        if rng.random() < 0.2:
+            return await left(call, rng)
+        error = await ended(call, take)
+    finally:
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+        call.cancel()
+    if error is not None:
+        raise Finding(f"the session ended with {error.reason}")
+    for number, times in submitted.items():
+        if times and not 1 <= ends[number] <= times:
+            raise Finding(f"a request that was submitted {times} times ended {ends[number]} times")
+    return "ok"
+
+
 LiveCase = Callable[[Live, random.Random], Awaitable[str]]
 LIVE: dict[str, tuple[int, LiveCase]] = {
     "calls to decode": (300, decode_calls),
+    "commands of a session": (300, session_commands),
     "commands to prefill": (300, prefill_commands),
     "events from prefill": (500, handoffs),
     "calls to the gateway": (300, generate),
@@ -345,9 +398,11 @@ async def live_cluster() -> AsyncIterator[Live]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     channels = [open_channel(worker.endpoint) for worker in (lab.decode, lab.prefill)]
+    decode = worker_pb2_grpc.DecodeServiceStub(channels[0])
+    session = DecodeSession(lambda: decode.Session(None))
     live = Live(
-        lab, second, hostile, f"127.0.0.1:{port}",
-        worker_pb2_grpc.DecodeServiceStub(channels[0]), worker_pb2_grpc.PrefillServiceStub(channels[1]),
+        lab, second, hostile, f"127.0.0.1:{port}", decode, Decoding(session),
+        worker_pb2_grpc.PrefillServiceStub(channels[1]),
         [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels],
         inference_pb2_grpc.InferenceServiceStub(lab.client.channel),
         [subject.prompt(f"fuzz {i}", 20 + 9 * i) for i in range(PROMPTS)],
@@ -357,7 +412,10 @@ async def live_cluster() -> AsyncIterator[Live]:
             await warm(live, worker)
         live.before = counts()
         yield live
+        if session.over:
+            raise Finding("a request ended the session that it shared with others")
     finally:
+        await session.close()
         for channel in channels:
             await channel.close(None)
         await hostile.close()
@@ -371,7 +429,7 @@ async def warm(live: Live, worker: str) -> None:
     message = worker_pb2.DecodeRequest(
         ticket=ticket_to_proto(live.ticket(random.Random(1))), prefill_endpoint=endpoint, prefill_worker=worker
     )
-    error = await ended(live.decode.Decode(message, timeout=CALL_TIMEOUT_S), lambda event: None)
+    _tokens, error = await live.decoding.run(message, CALL_TIMEOUT_S)
     assert error is None, error
     await require_served(live.lab)
 

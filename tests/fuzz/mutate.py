@@ -62,7 +62,9 @@ def _change(rng: random.Random, message: Message) -> None:
         message.ClearField(field.name)
         return
     inner = field.message_type is not None
-    if field.is_repeated:
+    if inner and field.message_type.GetOptions().map_entry:
+        getattr(message, field.name)[text(rng)] = text(rng)  # our maps are of text
+    elif field.is_repeated:
         values = getattr(message, field.name)
         if values and rng.random() < 0.3:
             values.extend(list(values)[: rng.randrange(1, 40)])

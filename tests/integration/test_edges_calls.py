@@ -15,6 +15,7 @@ from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput, NoCapacity, NotFound, StalePage, Unavailable
 from model.sampling import SamplingParams
 from model.ticket import Ticket
+from tests.support.decode_calls import Decoding, decoding
 from tests.support.edge_lab import EdgeLab, Neighbour, cluster, require_served
 from wire.convert import ticket_to_proto
 from wire.errors import from_rpc
@@ -52,7 +53,8 @@ async def refused(call, on_message=lambda message: None) -> GenlockError:
 @pytest.fixture
 async def stubs(lab):
     channels = [open_channel(lab.decode.endpoint), open_channel(lab.prefill.endpoint)]
-    yield worker_pb2_grpc.DecodeServiceStub(channels[0]), worker_pb2_grpc.PrefillServiceStub(channels[1])
+    async with decoding(worker_pb2_grpc.DecodeServiceStub(channels[0])) as decode:
+        yield decode, worker_pb2_grpc.PrefillServiceStub(channels[1])
     for channel in channels:
         await channel.close(None)
 
@@ -69,7 +71,7 @@ async def test_decode_refuses_what_it_cannot_serve_and_names_the_field(lab, stub
         (request(lab, good, sampling=SamplingParams(temperature=float("nan"))), "sampling_params.temperature"),
         (request(lab, good, ticket_id=b"short"), "ticket.ticket_id"),
     ):
-        error = await refused(decode.Decode(message, timeout=20))
+        error = await decode.refused(message)
         assert isinstance(error, InvalidInput), error
         assert error.field in (field, "ticket.sampling.max_tokens"), field
     await require_served(lab)
@@ -85,7 +87,7 @@ def request(lab: EdgeLab, endpoint: str, **changes: object) -> worker_pb2.Decode
 async def test_a_prefill_that_is_not_there_is_unavailable(lab, stubs, endpoint):
     decode, _ = stubs
     target = lab.decode.endpoint if endpoint == "decode itself" else endpoint
-    error = await refused(decode.Decode(request(lab, target), timeout=20))
+    error = await decode.refused(request(lab, target))
     assert error.status == "UNAVAILABLE", error
     await require_served(lab)
 
@@ -96,7 +98,7 @@ async def test_a_prefill_behind_another_name_is_another_life_and_is_refused(lab,
     await require_served(lab)
     message = request(lab, lab.prefill.endpoint)
     message.prefill_worker = "prefill-9"
-    error = await refused(decode.Decode(message, timeout=20))
+    error = await decode.refused(message)
     assert isinstance(error, StalePage)
     assert error.reason == "incarnation_taken"
     await require_served(lab)
@@ -109,7 +111,7 @@ async def test_channels_to_prefill_workers_are_bounded(lab, stubs, monkeypatch):
     decode, _ = stubs
     await require_served(lab)
     for port in range(1, 7):
-        error = await refused(decode.Decode(request(lab, f"127.0.0.1:{port}"), timeout=20))
+        error = await decode.refused(request(lab, f"127.0.0.1:{port}"))
         assert isinstance(error, Unavailable)
     assert list(channels._open) == [f"127.0.0.1:{port}" for port in (4, 5, 6)]
     await require_served(lab)
@@ -182,11 +184,10 @@ async def test_random_commands_never_hurt_a_worker(lab, stubs):
             message = worker_pb2.DecodeRequest(
                 ticket=junk(), prefill_endpoint=lab.prefill.endpoint, prefill_worker="prefill-0"
             )
-            call = decode.Decode(message, timeout=10)
-        else:
-            commands = [worker_pb2.PrefillCommand(ticket=junk())]
-            commands += [worker_pb2.PrefillCommand(renew=worker_pb2.LeaseRenew(handoff_id=rng.randbytes(16)))]
-            call = prefill.Prefill(iter_of(commands), timeout=10)
+            return (await decode.run(message, 10))[1]
+        commands = [worker_pb2.PrefillCommand(ticket=junk())]
+        commands += [worker_pb2.PrefillCommand(renew=worker_pb2.LeaseRenew(handoff_id=rng.randbytes(16)))]
+        call = prefill.Prefill(iter_of(commands), timeout=10)
         try:
             async for _ in call:
                 pass
@@ -204,22 +205,18 @@ async def test_random_commands_never_hurt_a_worker(lab, stubs):
 async def test_more_than_the_worker_holds_is_refused_and_the_rest_is_right(subject):
     async with cluster(subject, workers__max_running=2, workers__max_waiting=2, cache__decode_pages=256) as lab:
         channel = open_channel(lab.decode.endpoint)
-        decode = worker_pb2_grpc.DecodeServiceStub(channel)
 
-        async def one(i: int) -> GenlockError | None:
+        async def one(decode: Decoding, i: int) -> GenlockError | None:
             prompt = lab.subject.prompt(f"many {i}", 70)
             message = request(lab, lab.prefill.endpoint, token_ids=prompt, ticket_id=bytes([i]) * 16,
                               sampling=SamplingParams(max_tokens=100, ignore_eos=True))  # fmt: skip
-            tokens = []
-            try:
-                async for event in decode.Decode(message, timeout=60):
-                    tokens.extend(t.token_id for t in event.tokens.tokens)
-            except grpc.aio.AioRpcError as error:
-                return from_rpc(error)
-            assert tokens == [t.token_id for t in lab.wanted(prompt, max_tokens=100, ignore_eos=True)]
-            return None
+            tokens, error = await decode.run(message, 60)
+            if error is None:
+                assert tokens == [t.token_id for t in lab.wanted(prompt, max_tokens=100, ignore_eos=True)]
+            return error
 
-        errors = await asyncio.gather(*(one(i) for i in range(10)))
+        async with decoding(worker_pb2_grpc.DecodeServiceStub(channel)) as decode:
+            errors = await asyncio.gather(*(one(decode, i) for i in range(10)))
         told = [e for e in errors if e is not None]
         assert told
         assert len(told) < 10

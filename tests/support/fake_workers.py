@@ -18,12 +18,15 @@ from cluster.settings import Config
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
 from model.base import ModelInfo
+from wire.convert import token_from_proto
 from wire.interceptor import TypedErrors
 from wire.options import server_options
+from wire.session import Cancel, Session, Tell
 
 EOS = 256
 VOCAB = 300
 CONTEXT_TOKENS = 256
+STEP_S = 0.01
 
 
 class ByteTokenizer:
@@ -170,6 +173,7 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.step_age_ms = 0
         self.status_delay_s = 0.0
         self.endpoint = ""
+        self._cut = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int = 0) -> str:
@@ -186,24 +190,45 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             await self._server.stop(grace_ms / 1000)
             self._server = None
 
-    async def Decode(self, request, context):
-        seen = Seen(request, context.time_remaining())
+    async def Session(self, commands, context):
+        session, cut = Session(self._start, context), asyncio.create_task(self._cut.wait())
+        running = asyncio.create_task(session.run(commands))
+        try:
+            await asyncio.wait({running, cut}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cut.cancel()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Cancel:
+        seen = Seen(request, request.left_ms / 1000)
         self.seen.append(seen)
+        return asyncio.create_task(self._play(request, tell, seen)).cancel
+
+    async def _play(self, request: worker_pb2.DecodeRequest, tell: Tell, seen: Seen) -> None:
+        complete = False
         try:
             async for event in self.script(self, request):
-                yield event
+                for token in event.tokens.tokens:
+                    tell(token_from_proto(token))
+                if event.HasField("finished"):
+                    complete = True
+                    tell(event.finished)
+                # The next step: what is told at once leaves as one message.
+                await asyncio.sleep(STEP_S)
             seen.ended = "ok"
         except asyncio.CancelledError:
             seen.ended = "cancelled"
             raise
-        except GeneratorExit:
-            seen.ended = "cancelled"
-            raise
         except GenlockError as error:
-            seen.ended = error.reason
-            raise
+            seen.ended, complete = error.reason, True
+            tell(error)
         finally:
             seen.closed.set()
+        if not complete:
+            # The worker goes away in the middle of an answer.
+            await asyncio.sleep(0.05)
+            self._cut.set()
 
     async def Status(self, request, context):
         await asyncio.sleep(self.status_delay_s)

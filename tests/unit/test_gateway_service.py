@@ -4,7 +4,6 @@ does not read."""
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,24 +16,8 @@ from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded
 from model.sampling import SamplingParams
+from tests.support.decode_calls import ScriptedCall
 from tests.support.fake_workers import ByteTokenizer, config, served_model, tokens
-
-
-class Call:
-    """A decode call that streams `events`, then hangs."""
-
-    def __init__(self, events) -> None:
-        self.events = list(events)
-        self.cancelled = False
-
-    def cancel(self) -> bool:
-        self.cancelled = True
-        return True
-
-    async def __aiter__(self):
-        for event in self.events:
-            yield event
-        await asyncio.Event().wait()
 
 
 class Context:
@@ -58,7 +41,7 @@ class Context:
         self.reads -= 1
 
 
-def service(calls: list[Call], **flags: object) -> InferenceService:
+def service(calls: list[ScriptedCall], **flags: object) -> InferenceService:
     state = GatewayState(
         config(**flags), served_model(), Sources(now_ms=lambda: 1.0, random_bytes=lambda count: b"\x01" * count)
     )
@@ -67,7 +50,7 @@ def service(calls: list[Call], **flags: object) -> InferenceService:
         status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
         state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
     left = iter(calls)
-    state.decode_stub = lambda _endpoint: SimpleNamespace(Decode=lambda _request, timeout, metadata: next(left))
+    state.open_decode = lambda _endpoint, _request: next(left)
     return InferenceService(state)
 
 
@@ -78,7 +61,7 @@ def request(n: int = 1) -> pb.GenerateRequest:
 @pytest.mark.parametrize("reads", [0, 1])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_cancel_reaches_every_call_before_the_handler_is_through(reads: int, n: int):
-    calls = [Call([tokens("a"), tokens("b")]) for _ in range(n)]
+    calls = [ScriptedCall(tokens("a"), tokens("b")) for _ in range(n)]
     task = asyncio.create_task(service(calls).Generate(request(n), Context(reads * 2 * n)))
     await asyncio.sleep(0.05)
     task.cancel()
@@ -90,7 +73,7 @@ async def test_a_cancel_reaches_every_call_before_the_handler_is_through(reads: 
 
 
 async def test_a_client_that_does_not_read_meets_the_deadline():
-    calls = [Call([tokens("a")])]
+    calls = [ScriptedCall(tokens("a"))]
     gateway = service(calls, api__default_deadline_ms=100)
     with pytest.raises(DeadlineExceeded):
         async with asyncio.timeout(5):
@@ -101,7 +84,7 @@ async def test_a_client_that_does_not_read_meets_the_deadline():
 
 
 async def test_a_stop_string_cancels_decode_before_its_message_leaves():
-    call = Call([tokens("abSTOPc")])
+    call = ScriptedCall(tokens("abSTOPc"))
     sampling = SamplingParams(stop=("STOP",))
     spec = ChoiceSpec("r", "s", 0, True, sampling, 5, "d", "p")
     choice = Choice(spec, call, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, lambda: None)

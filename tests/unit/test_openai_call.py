@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
 from starlette.types import Message
@@ -16,39 +15,13 @@ from cluster.openai.app import make_app
 from cluster.roles import Role
 from genlock.v1 import worker_pb2
 from kvstore.errors import StalePage
+from tests.support.decode_calls import ScriptedCall
 from tests.support.fake_workers import config, finished, served_model, tokens
 
 BODY = {"model": "toy", "prompt": "hello"}
 JSON = ((b"content-type", b"application/json"),)
 # Turns of the loop from the news to every call's cancel; far fewer than a network's round trip takes.
 TURNS = 6
-
-
-class Call:
-    """A decode call that streams `events`, then hangs."""
-
-    def __init__(self, *events) -> None:
-        self.events = events
-        self.cancelled = False
-
-    def cancel(self) -> bool:
-        self.cancelled = True
-        return True
-
-    async def __aiter__(self):
-        for event in self.events:
-            if isinstance(event, Exception):
-                raise event
-            yield event
-        await asyncio.Event().wait()
-
-
-class Whole(Call):
-    """One that ends by itself."""
-
-    async def __aiter__(self):
-        for event in self.events:
-            yield event
 
 
 class Client:
@@ -87,7 +60,7 @@ class Client:
         return bool(self.sent) and not self.sent[-1].get("more_body", True)
 
 
-def make_state(calls: list[Call], **flags: object) -> GatewayState:
+def make_state(calls: list[ScriptedCall], **flags: object) -> GatewayState:
     state = GatewayState(
         config(**flags), served_model(), Sources(now_ms=lambda: 1.0, random_bytes=lambda count: b"\x01" * count)
     )
@@ -96,7 +69,7 @@ def make_state(calls: list[Call], **flags: object) -> GatewayState:
         status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
         state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
     left = iter(calls)
-    state.decode_stub = lambda _endpoint: SimpleNamespace(Decode=lambda _request, timeout, metadata: next(left))
+    state.open_decode = lambda _endpoint, _request: next(left)
     return state
 
 
@@ -117,7 +90,7 @@ async def turns(count: int = TURNS) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_client_that_leaves_ends_every_call_at_once(stream: bool, n: int):
-    calls = [Call(tokens("a")) for _ in range(n)]
+    calls = [ScriptedCall(tokens("a")) for _ in range(n)]
     state = make_state(calls)
     client, task = post(state, {**BODY, "stream": stream, "n": n})
     await asyncio.sleep(0.05)
@@ -133,7 +106,7 @@ async def test_a_client_that_leaves_ends_every_call_at_once(stream: bool, n: int
 
 
 async def test_a_client_that_neither_reads_nor_stays():
-    call = Call(tokens("a"), tokens("b"))
+    call = ScriptedCall(tokens("a"), tokens("b"))
     client, task = post(make_state([call]), {**BODY, "stream": True})
     client.reads.clear()
     await asyncio.sleep(0.05)
@@ -144,7 +117,7 @@ async def test_a_client_that_neither_reads_nor_stays():
 
 
 async def test_a_client_that_does_not_read_meets_the_deadline():
-    call = Call(tokens("a"))
+    call = ScriptedCall(tokens("a"))
     state = make_state([call], api__default_deadline_ms=100)
     client, task = post(state, {**BODY, "stream": True})
     client.reads.clear()
@@ -157,7 +130,7 @@ async def test_a_client_that_does_not_read_meets_the_deadline():
 
 
 async def test_a_stopped_server_ends_the_request():
-    call = Call(tokens("a"))
+    call = ScriptedCall(tokens("a"))
     _client, task = post(make_state([call]), {**BODY, "stream": True})
     await asyncio.sleep(0.05)
     task.cancel()
@@ -167,7 +140,7 @@ async def test_a_stopped_server_ends_the_request():
 
 
 async def test_a_whole_stream_ends_with_done_and_its_end():
-    client, task = post(make_state([Whole(tokens("ab"), finished(2))]), {**BODY, "stream": True})
+    client, task = post(make_state([ScriptedCall(tokens("ab"), finished(2))]), {**BODY, "stream": True})
     await asyncio.wait_for(task, 5)
     assert client.status == 200
     assert client.headers[b"content-type"].startswith(b"text/event-stream")
@@ -177,7 +150,9 @@ async def test_a_whole_stream_ends_with_done_and_its_end():
 
 
 async def test_a_failure_after_the_beginning_is_an_event_without_an_end():
-    client, task = post(make_state([Call(tokens("ab"), StalePage("stale_tag", "moved on"))]), {**BODY, "stream": True})
+    client, task = post(
+        make_state([ScriptedCall(tokens("ab"), StalePage("stale_tag", "moved on"))]), {**BODY, "stream": True}
+    )
     await asyncio.wait_for(task, 5)
     assert client.status == 200
     *_, last, nothing = client.text.split(b"\n\n")
@@ -189,7 +164,7 @@ async def test_a_failure_after_the_beginning_is_an_event_without_an_end():
 
 
 async def test_a_failure_before_the_beginning_has_a_status_even_in_a_stream():
-    client, task = post(make_state([Call(StalePage("stale_tag", "moved on"))]), {**BODY, "stream": True})
+    client, task = post(make_state([ScriptedCall(StalePage("stale_tag", "moved on"))]), {**BODY, "stream": True})
     await asyncio.wait_for(task, 5)
     assert client.status == 500
     assert client.headers[b"x-should-retry"] == b"false"
@@ -198,7 +173,7 @@ async def test_a_failure_before_the_beginning_has_a_status_even_in_a_stream():
 
 
 async def test_a_surprise_tells_its_class_and_never_its_text():
-    client, task = post(make_state([Call(ValueError("secret words"))]))
+    client, task = post(make_state([ScriptedCall(ValueError("secret words"))]))
     await asyncio.wait_for(task, 5)
     assert client.status == 500
     assert b"secret" not in client.text
@@ -208,7 +183,7 @@ async def test_a_surprise_tells_its_class_and_never_its_text():
 async def test_a_number_that_json_does_not_have_is_no_answer():
     event = tokens("a")
     event.tokens.tokens[0].logprob = float("nan")
-    client, task = post(make_state([Whole(event, finished(1))]), {**BODY, "logprobs": 0})
+    client, task = post(make_state([ScriptedCall(event, finished(1))]), {**BODY, "logprobs": 0})
     await asyncio.wait_for(task, 5)
     assert client.status == 500
 
@@ -261,7 +236,7 @@ async def test_a_body_over_the_limit_is_not_kept(told: bool):
     ],
 )
 async def test_headers(headers, status: int, param: str | None):
-    state = make_state([Whole(tokens("a"), finished(1))])
+    state = make_state([ScriptedCall(tokens("a"), finished(1))])
     client, task = post(state, BODY, headers)
     await asyncio.wait_for(task, 5)
     assert client.status == status
@@ -271,7 +246,7 @@ async def test_headers(headers, status: int, param: str | None):
 
 
 async def test_the_callers_deadline_is_kept():
-    call = Call(tokens("a"))
+    call = ScriptedCall(tokens("a"))
     client, task = post(make_state([call]), BODY, [*JSON, (b"x-genlock-deadline-ms", b"50")])
     await asyncio.wait_for(task, 5)
     assert client.status == 504

@@ -1,0 +1,195 @@
+"""Many requests over one call, the gateway's half: one call to each decode worker carries all requests there.
+
+    open ─► submit command ─► events of all requests ─► each request's own buffer ─► next()
+
+A request is named by a random number that this process drew for it: an event whose number belongs to nobody reaches
+nobody. What a client does not read yet waits in its request's buffer, which its max_tokens bounds, and leaves as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from genlock.v1 import worker_pb2
+from kvstore.errors import Cancelled, GenlockError, Unavailable
+from wire.calls import responses
+from wire.ending import end_tasks
+from wire.errors import from_status, surprise
+
+CALL_NO_BYTES = 8
+
+
+class Token(NamedTuple):
+    """A token of an answer; the rest only where log-probabilities were asked for."""
+
+    token_id: int
+    logprob: float = 0.0
+    top: Sequence[worker_pb2.SampledLogprob] = ()
+
+
+class Stream(Protocol):
+    """What a session needs of grpc.aio's call."""
+
+    def __aiter__(self) -> AsyncIterator[worker_pb2.DecodeEvents]: ...
+
+    async def write(self, request: worker_pb2.DecodeCommand) -> None: ...
+
+    def cancel(self) -> bool: ...
+
+
+class DecodeCall:
+    """One request at a decode worker."""
+
+    __slots__ = ("_cancel", "_end", "_tokens", "_waiter", "call_no")
+
+    def __init__(self, call_no: int, cancel: Callable[[int], None]) -> None:
+        self.call_no = call_no
+        self._cancel = cancel
+        self._tokens: list[Token] = []
+        self._end: worker_pb2.DecodeFinished | GenlockError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> tuple[Sequence[Token], worker_pb2.DecodeFinished | None]:
+        """What has come since the last time, at least one token or the end. Raises the GenlockError that the request
+        ended with, after the tokens that came before it."""
+        if not self._tokens and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        tokens, self._tokens = self._tokens, []
+        if isinstance(self._end, GenlockError):
+            if tokens:
+                return tokens, None
+            raise self._end
+        return tokens, self._end
+
+    def cancel(self) -> None:
+        """Tells the worker at once, without waiting; no effect on a request that has ended."""
+        self._cancel(self.call_no)
+
+    def put(self, token: Token) -> None:
+        self._tokens.append(token)
+        if self._waiter is not None:
+            self._wake()
+
+    def end(self, end: worker_pb2.DecodeFinished | GenlockError) -> None:
+        self._end = end
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class DecodeSession:
+    """All requests of this gateway at one decode worker. `over`: it takes no more; open another."""
+
+    def __init__(self, open_stream: Callable[[], Stream]) -> None:
+        """`open_stream`: a stub's Session. Starts at once; an unreachable worker shows in the requests."""
+        self._open_stream = open_stream
+        self._calls: dict[int, DecodeCall] = {}
+        # Bounded: two for each request that runs in this gateway.
+        self._commands: deque[worker_pb2.DecodeCommand] = deque()
+        self._to_send = asyncio.Event()
+        self.over = False
+        self._task = asyncio.create_task(self._run(), name="decode session")
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def submit(self, call_no: int, request: worker_pb2.DecodeRequest) -> DecodeCall:
+        """`call_no` is random; of one that is taken the next free one is used."""
+        while call_no in self._calls:
+            call_no = (call_no + 1) % (1 << 8 * CALL_NO_BYTES)
+        call = self._calls[call_no] = DecodeCall(call_no, self._cancel)
+        self._send(worker_pb2.DecodeCommand(call_no=call_no, submit=request))
+        return call
+
+    async def close(self) -> None:
+        """Requests that are open end as Unavailable."""
+        await end_tasks([self._task])
+        self._fail(_cut())  # where the task was cancelled before it had begun
+
+    def _cancel(self, call_no: int) -> None:
+        call = self._calls.pop(call_no, None)
+        if call is not None:
+            call.end(Cancelled("cancelled", "the call was cancelled on this side"))
+            self._send(worker_pb2.DecodeCommand(call_no=call_no, cancel=worker_pb2.DecodeCancel()))
+
+    def _send(self, command: worker_pb2.DecodeCommand) -> None:
+        if not self.over:
+            self._commands.append(command)
+            self._to_send.set()
+
+    async def _run(self) -> None:
+        error: GenlockError = _cut()
+        writing: asyncio.Task[None] | None = None
+        try:
+            stream = self._open_stream()
+            writing = asyncio.create_task(self._write(stream))
+            async for events in responses(stream):
+                self._take(events)
+        except Exception as exc:
+            error = surprise(exc, "a session with a decode worker")
+        finally:
+            self._fail(error)
+            if writing is not None:
+                await end_tasks([writing])
+
+    def _fail(self, error: GenlockError) -> None:
+        self.over = True
+        self._commands.clear()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            # One for each: tracebacks gather in an error that is raised.
+            call.end(copy.copy(error))
+
+    async def _write(self, stream: Stream) -> None:
+        try:
+            while True:
+                while self._commands:
+                    await stream.write(self._commands.popleft())
+                self._to_send.clear()
+                await self._to_send.wait()
+        except Exception:
+            # The reader hears why.
+            stream.cancel()
+
+    def _take(self, events: worker_pb2.DecodeEvents) -> None:
+        """Every token of every answer passes here: keep it short."""
+        calls = self._calls
+        call_nos, token_ids = events.call_nos, events.token_ids
+        if len(call_nos) != len(token_ids):
+            raise Unavailable("stream_protocol", "the decode worker's lists of requests and tokens differ in length")
+        for call_no, token_id in zip(call_nos, token_ids, strict=True):
+            call = calls.get(call_no)
+            if call is not None:
+                call.put(Token(token_id))
+        for event in events.events:
+            call = calls.get(event.call_no)
+            if call is not None:
+                self._take_event(call, event)
+
+    def _take_event(self, call: DecodeCall, event: worker_pb2.DecodeEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            for token in event.tokens.tokens:
+                call.put(Token(token.token_id, token.logprob, token.top))
+            return
+        del self._calls[call.call_no]
+        if kind == "finished":
+            call.end(event.finished)
+        elif kind == "failed":
+            call.end(from_status(event.failed) or GenlockError("peer_internal", "the decode worker told no reason"))
+        else:
+            call.end(Unavailable("stream_protocol", "the decode worker sent an event of no kind that is known here"))
+
+
+def _cut() -> Unavailable:
+    return Unavailable("stream_cut", "the decode worker's stream ended before the answer was complete")

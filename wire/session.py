@@ -1,0 +1,198 @@
+"""Many requests over one call, the worker's half: commands come in, and what has gathered of all requests goes out.
+
+    command ─► start ─► the handler queues its work ─► tell, from any thread ─► outbox ─► one message for all requests
+
+A step's tokens wake the event loop once and leave as one message, whoever they are for. While a message is on its way
+the next one gathers. Each request ends once: the first end that is told counts, whoever tells it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from genlock.v1 import worker_pb2
+from kvstore.errors import Cancelled, GenlockError, InvalidInput, NoCapacity
+from model.sampler import SampledToken
+from wire.convert import token_to_proto
+from wire.ending import end_tasks
+from wire.errors import surprise, to_status
+from wire.replies import Replies
+
+MAX_OPEN = 65_536
+# Some 100 KB; what does not fit goes with the next message.
+MAX_MESSAGE_TOKENS = 8_192
+# What an end weighs beside a token: its message may be long.
+END_TOKENS = 64
+
+Told = SampledToken | worker_pb2.DecodeFinished | GenlockError
+Tell = Callable[[Told], None]
+Cancel = Callable[[], None]
+# Queues one request and returns what cancels it. Raises GenlockError; `tell` may be called from any thread.
+Start = Callable[[worker_pb2.DecodeRequest, Tell], Awaitable[Cancel]]
+
+
+@dataclass
+class _Open:
+    """A request that has not ended. `cancel` None: it is still being started."""
+
+    task: asyncio.Task[None]
+    cancel: Cancel | None = None
+
+
+class Session:
+    """One call of one gateway. `context` is grpc.aio's servicer context."""
+
+    def __init__(self, start: Start, context: Any, max_open: int = MAX_OPEN) -> None:
+        self._start = start
+        self._replies = Replies(context)
+        self._max_open = max_open
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[int, _Open] = {}
+        self._ending = threading.Lock()
+        self._outbox: deque[tuple[int, Told]] = deque()
+        self._ready = asyncio.Event()
+        self._woken = False
+        self._last = False
+        # Also of requests that have ended meanwhile.
+        self._starting: set[asyncio.Task[None]] = set()
+
+    async def run(self, commands: AsyncIterator[worker_pb2.DecodeCommand]) -> None:
+        """Returns when no more commands come and every request has ended. When it is cancelled, so are they."""
+        reading = asyncio.create_task(self._read(commands))
+        try:
+            await self._write(reading)
+        finally:
+            await end_tasks([reading])
+            for one in list(self._open.values()):
+                _stop(one)
+            self._open.clear()
+
+    def finish(self) -> None:
+        """The worker stops: the call ends as soon as no request is open."""
+        self._last = True
+        self._ready.set()
+
+    async def _read(self, commands: AsyncIterator[worker_pb2.DecodeCommand]) -> None:
+        try:
+            async for command in commands:
+                if command.HasField("submit"):
+                    self._submit(command.call_no, command.submit)
+                elif command.HasField("cancel"):
+                    self._cut(command.call_no, Cancelled("cancelled", "the caller went away"))
+        finally:
+            self.finish()
+
+    async def _write(self, reading: asyncio.Task[None]) -> None:
+        while True:
+            if self._outbox:
+                await self._replies.write(pack(self._outbox))
+                continue
+            with self._ending:
+                done = self._last and not self._open and not self._outbox
+            if done:
+                if reading.done():
+                    reading.result()
+                return
+            self._ready.clear()
+            self._woken = False
+            if not self._outbox and not (self._last and not self._open):
+                await self._ready.wait()
+
+    def _submit(self, call_no: int, request: worker_pb2.DecodeRequest) -> None:
+        if call_no in self._open:
+            # Whose tokens are whose could not be told apart.
+            self._cut(call_no, InvalidInput("call_no_taken", "call_no is of a request that runs", field="call_no"))
+            return
+        if len(self._open) >= self._max_open:
+            full = f"{self._max_open} requests of this gateway are open at this worker"
+            self._put(call_no, NoCapacity("session_full", full))
+            return
+        task = asyncio.create_task(self._begin(call_no, request))
+        self._open[call_no] = _Open(task)
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _begin(self, call_no: int, request: worker_pb2.DecodeRequest) -> None:
+        tell = partial(self._tell, call_no)
+        try:
+            cancel = await self._start(request, tell)
+        except GenlockError as error:
+            tell(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as unexpected:
+            tell(surprise(unexpected, "a request of a session"))
+        else:
+            one = self._open.get(call_no)
+            if one is not None and one.task is asyncio.current_task():
+                one.cancel = cancel
+            else:
+                cancel()  # it was cut while it was being started; no effect on one that has ended by itself
+
+    def _cut(self, call_no: int, error: GenlockError) -> None:
+        """Ends a request from this side; no effect on one that has ended."""
+        one = self._open.get(call_no)
+        if one is not None:
+            self._tell(call_no, error)
+            _stop(one)
+
+    def _tell(self, call_no: int, told: Told) -> None:
+        """From any thread. After a request's end nothing more is told of it."""
+        if isinstance(told, SampledToken):
+            if call_no in self._open:
+                self._put(call_no, told)
+            return
+        with self._ending:
+            if self._open.pop(call_no, None) is not None:
+                self._put(call_no, told)
+
+    def _put(self, call_no: int, told: Told) -> None:
+        self._outbox.append((call_no, told))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # a closed loop has no caller left to tell
+                self._loop.call_soon_threadsafe(self._ready.set)
+
+
+def _stop(one: _Open) -> None:
+    if one.cancel is not None:
+        one.cancel()
+    else:
+        one.task.cancel()
+
+
+def pack(outbox: deque[tuple[int, Told]], limit: int = MAX_MESSAGE_TOKENS) -> worker_pb2.DecodeEvents:
+    """Takes what fits into one message, oldest first. A request's own order is kept: its tokens without
+    log-probabilities, which readers take first, come before its other events or go among these."""
+    message = worker_pb2.DecodeEvents()
+    call_nos: list[int] = []
+    token_ids: list[int] = []
+    among_events: dict[int, worker_pb2.DecodeTokens] = {}
+    room = limit
+    while outbox and room > 0:
+        call_no, told = outbox.popleft()
+        if isinstance(told, SampledToken):
+            room -= 1 + len(told.top)
+            if told.logprob is None and call_no not in among_events:
+                call_nos.append(call_no)
+                token_ids.append(told.token_id)
+                continue
+            if call_no not in among_events:
+                among_events[call_no] = message.events.add(call_no=call_no).tokens
+            among_events[call_no].tokens.append(token_to_proto(told))
+            continue
+        room -= END_TOKENS
+        if isinstance(told, GenlockError):
+            message.events.add(call_no=call_no, failed=to_status(told))
+        else:
+            message.events.add(call_no=call_no, finished=told)
+    message.call_nos.extend(call_nos)
+    message.token_ids.extend(token_ids)
+    return message
