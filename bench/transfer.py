@@ -4,7 +4,8 @@
 headers, prefix keys and digests, read the source's live tags and compare them, adopt the pages. *Bare* is the engine's
 own library moving the same pages: for `shm` one copy per page out of the mapped pool, for `mooncake` and `nixl` one
 batch read of their libraries. Both run alternately in one process, against a pool of sealed pages in another process,
-over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this process.
+over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this process. Where the time
+of a verified pull goes is told by part, for each page.
 
     python -m bench.transfer --engine shm --pages 1 --pages 16
 """
@@ -59,6 +60,16 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 400
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Microseconds of a verified pull, for each page."""
+
+    bytes: float  # the engine moves them; `shm` digests in the same pass
+    digest: float  # of engines that do not, and the comparison
+    tags: float  # the read of the source's live tags
+    book: float  # the rest: descriptors and headers judged, holds, states of the slots
+
+
+@dataclass(frozen=True)
 class Row:
     """One cell. Throughputs are GB/s (1e9 bytes) of page bytes; `ratio` is verified over bare."""
 
@@ -72,6 +83,42 @@ class Row:
     p50_us_verified: float
     p50_us_bare: float
     rounds: int
+    us_a_page: Parts  # of a verified pull, medians
+    bare_us_a_page: float
+
+
+class _Watch:
+    """Seconds of one pull by part."""
+
+    def __init__(self) -> None:
+        self._spent_s: dict[str, float] = {}
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            begin_s = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._spent_s[part] = self._spent_s.get(part, 0.0) + time.perf_counter() - begin_s
+
+        return run
+
+    def take(self, total_s: float, pages: int) -> Parts:
+        """What was spent since the last time; the rest of `total_s` is the book's."""
+        spent, self._spent_s = self._spent_s, {}
+        known = {part: spent.get(part, 0.0) * 1e6 / pages for part in ("bytes", "digest", "tags")}
+        return Parts(**known, book=total_s * 1e6 / pages - sum(known.values()))
+
+
+class _Over:
+    """An object some of whose methods are replaced."""
+
+    def __init__(self, inner: Any, **methods: Callable[..., Any]) -> None:
+        self.__dict__.update(methods)
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 Engine = ShmEngine | MooncakeEngine | NixlEngine
@@ -142,7 +189,16 @@ class _Receiver:
         self.guard = _guard(self.engine, page_bytes, slots, INCARNATION + 1)
         self.slots_SU8 = self.engine.slots_SU8
         self.peer: Peer = self.engine.connect(export)
-        self._receiver = PageReceiver(self.guard, self.engine)
+        self.watch = watch = _Watch()
+        read_pages = watch.timed("bytes", self.engine.read_pages)
+
+        def timed_read(*arguments: Any) -> Any:
+            transfer = read_pages(*arguments)
+            return _Over(transfer, wait=watch.timed("bytes", transfer.wait))
+
+        guard: Any = _Over(self.guard, landed_digests=watch.timed("digest", self.guard.landed_digests))
+        moving: Any = _Over(self.engine, read_pages=timed_read, read_tags=watch.timed("tags", self.engine.read_tags))
+        self._receiver = PageReceiver(guard, moving)
         self._expected = _expected(page_bytes, slots)
         fingerprint = self.guard.layout.fingerprint
         self._descs = [
@@ -231,6 +287,7 @@ def _cell(receiver: _Receiver, engine: str, pages: int, budget_s: float) -> Row:
     rng = np.random.default_rng(pages)
     ways = (receiver.verified, receiver.bare, receiver.memcpy)
     spent_s: list[list[float]] = [[], [], []]
+    parts: list[Parts] = []
     until_s = time.perf_counter() + budget_s
     for turn in range(-1, MAX_ROUNDS):  # the first round warms up
         if turn >= MIN_ROUNDS and time.perf_counter() > until_s:
@@ -239,8 +296,11 @@ def _cell(receiver: _Receiver, engine: str, pages: int, budget_s: float) -> Row:
         for step in range(3):
             way = (turn + step) % 3  # each way comes first as often as the others
             seconds = ways[way](places_n, local_n)
+            taken = receiver.watch.take(seconds, pages)
             if turn >= 0:
                 spent_s[way].append(seconds)
+                if way == 0:
+                    parts.append(taken)
     verified_s, bare_s, memcpy_s = (float(np.median(s)) for s in spent_s)
     nbytes = pages * receiver.page_bytes
     return Row(
@@ -254,6 +314,13 @@ def _cell(receiver: _Receiver, engine: str, pages: int, budget_s: float) -> Row:
         p50_us_verified=round(verified_s * 1e6, 1),
         p50_us_bare=round(bare_s * 1e6, 1),
         rounds=len(spent_s[0]),
+        us_a_page=Parts(
+            **{
+                name: round(float(np.median([getattr(one, name) for one in parts])), 2)
+                for name in ("bytes", "digest", "tags", "book")
+            }
+        ),
+        bare_us_a_page=round(bare_s * 1e6 / pages, 2),
     )
 
 
@@ -312,11 +379,15 @@ def command(
     if as_json:
         click.echo(json.dumps({"rows": [asdict(row) for row in rows]}))
         return 0
-    click.echo("engine     page bytes  pages  verified GB/s  bare GB/s  ratio  memcpy GB/s  p50 us verified / bare")
+    click.echo(
+        "engine     page bytes  pages  verified GB/s  bare GB/s  ratio  memcpy GB/s"
+        "  us a page: bare | bytes + digest + tags + book"
+    )
     for row in rows:
         click.echo(
             f"{row.engine:9s}  {row.page_bytes:10d}  {row.pages:5d}  {row.gbps_verified:13.2f}  {row.gbps_bare:9.2f}"
-            f"  {row.ratio:5.2f}  {row.gbps_memcpy:11.2f}  {row.p50_us_verified:10.1f} / {row.p50_us_bare:.1f}"
+            f"  {row.ratio:5.2f}  {row.gbps_memcpy:11.2f}  {row.bare_us_a_page:15.1f} | {row.us_a_page.bytes:.1f}"
+            f" + {row.us_a_page.digest:.1f} + {row.us_a_page.tags:.1f} + {row.us_a_page.book:.1f}"
         )
     return 0
 

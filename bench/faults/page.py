@@ -147,7 +147,7 @@ SYSTEMS = ("vLLM P/D", "Genlock")
 
 
 def _peers(measured: Path) -> str:
-    ours, theirs, partly = (_load(measured / f"{name}.json") for name in ("genlock", "vllm", "partly"))
+    ours, theirs = (_load(measured / f"{name}.json") for name in ("genlock", "vllm"))
     runs = [run for run in (theirs, ours) if run is not None]
     lines = [
         "## The same faults, side by side",
@@ -170,11 +170,8 @@ def _peers(measured: Path) -> str:
         text = []
         for system in SYSTEMS:
             cell = cells.get((case.name, system))
-            before = {} if partly is None else partly["cells"].get(case.name, {})
-            text.append(before.get(system, "not run") if cell is None else f"{cell.told}: {cell.verdict}")
+            text.append("not run" if cell is None else f"{cell.told}: {cell.verdict}")
         lines.append(f"| {case.title} | {text[0]} | {text[1]} |")
-    if partly is not None:
-        lines += ["", *partly["notes"]]
     return "\n".join(lines) + "\n"
 
 

@@ -40,6 +40,16 @@ class MarkedSubject(Subject):
         stream = self.tokenizer.stream()
         return "".join(stream.push(t) for t in token_ids) + stream.finish()
 
+    def right(self, prompt: Sequence[int], reply: Reply) -> bool:
+        """Up to the end of sequence. What the model is made to say after that hangs on the last bit of its sums, which
+        a process with other threads adds in another order."""
+        wanted = self.answer(prompt, len(reply.tokens) or 1).tokens
+        return reply.error is None and self._upto_end(reply.tokens) == self._upto_end(wanted)
+
+    def _upto_end(self, tokens: Sequence[int]) -> Sequence[int]:
+        ends = [at for at, token in enumerate(tokens) if token in self.model.info.eos_token_ids]
+        return tokens[: ends[0] + 1] if ends else tokens
+
     def right_text(self, name: str) -> str:
         wanted: Answer = self.answer(self.prompt(name), ANSWER_TOKENS)
         return self.text(wanted.tokens)
