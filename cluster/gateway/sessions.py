@@ -36,6 +36,8 @@ class Stream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.DecodeEvents]: ...
 
+    async def wait_for_connection(self) -> None: ...
+
     async def write(self, request: worker_pb2.DecodeCommand) -> None: ...
 
     def cancel(self) -> bool: ...
@@ -94,8 +96,10 @@ class DecodeSession:
         """`open_stream`: a stub's Session. Starts at once; an unreachable worker shows in the requests."""
         self._open_stream = open_stream
         self._calls: dict[int, DecodeCall] = {}
-        # Bounded: two for each request that runs in this gateway.
-        self._commands: deque[worker_pb2.DecodeCommand] = deque()
+        # Both bounded by the requests that run in this gateway. A request that was not sent yet is cancelled by not
+        # sending it.
+        self._unsent: dict[int, worker_pb2.DecodeRequest] = {}
+        self._cancels: deque[int] = deque()
         self._to_send = asyncio.Event()
         self.over = False
         self._task = asyncio.create_task(self._run(), name="decode session")
@@ -108,7 +112,8 @@ class DecodeSession:
         while call_no in self._calls:
             call_no = (call_no + 1) % (1 << 8 * CALL_NO_BYTES)
         call = self._calls[call_no] = DecodeCall(call_no, self._cancel)
-        self._send(worker_pb2.DecodeCommand(call_no=call_no, submit=request))
+        self._unsent[call_no] = request
+        self._to_send.set()
         return call
 
     async def close(self) -> None:
@@ -120,12 +125,9 @@ class DecodeSession:
         call = self._calls.pop(call_no, None)
         if call is not None:
             call.end(Cancelled("cancelled", "the call was cancelled on this side"))
-            self._send(worker_pb2.DecodeCommand(call_no=call_no, cancel=worker_pb2.DecodeCancel()))
-
-    def _send(self, command: worker_pb2.DecodeCommand) -> None:
-        if not self.over:
-            self._commands.append(command)
-            self._to_send.set()
+            if self._unsent.pop(call_no, None) is None:
+                self._cancels.append(call_no)
+                self._to_send.set()
 
     async def _run(self) -> None:
         error: GenlockError = _cut()
@@ -144,7 +146,8 @@ class DecodeSession:
 
     def _fail(self, error: GenlockError) -> None:
         self.over = True
-        self._commands.clear()
+        self._unsent.clear()
+        self._cancels.clear()
         calls, self._calls = self._calls, {}
         for call in calls.values():
             # One for each: tracebacks gather in an error that is raised.
@@ -152,14 +155,22 @@ class DecodeSession:
 
     async def _write(self, stream: Stream) -> None:
         try:
+            await stream.wait_for_connection()
             while True:
-                while self._commands:
-                    await stream.write(self._commands.popleft())
+                while self._unsent or self._cancels:
+                    await stream.write(self._next_command())
                 self._to_send.clear()
                 await self._to_send.wait()
         except Exception:
             # The reader hears why.
             stream.cancel()
+
+    def _next_command(self) -> worker_pb2.DecodeCommand:
+        """Cancels first: they make room."""
+        if self._cancels:
+            return worker_pb2.DecodeCommand(call_no=self._cancels.popleft(), cancel=worker_pb2.DecodeCancel())
+        call_no = next(iter(self._unsent))
+        return worker_pb2.DecodeCommand(call_no=call_no, submit=self._unsent.pop(call_no))
 
     def _take(self, events: worker_pb2.DecodeEvents) -> None:
         """Every token of every answer passes here: keep it short."""

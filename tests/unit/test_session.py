@@ -300,9 +300,14 @@ class Scripted:
     def __init__(self) -> None:
         self.sent: list[worker_pb2.DecodeCommand] = []
         self.events: asyncio.Queue[worker_pb2.DecodeEvents | None] = asyncio.Queue()
+        self.connected = asyncio.Event()
+        self.connected.set()
 
     def say(self, call_nos=(), token_ids=(), events=()) -> None:
         self.events.put_nowait(worker_pb2.DecodeEvents(call_nos=call_nos, token_ids=token_ids, events=events))
+
+    async def wait_for_connection(self) -> None:
+        await self.connected.wait()
 
     async def write(self, command) -> None:
         self.sent.append(command)
@@ -342,7 +347,7 @@ async def test_a_request_that_was_cancelled_hears_nothing_more_and_the_worker_he
     session = DecodeSession(lambda: stream)
     call = session.submit(5, worker_pb2.DecodeRequest())
     waiting = asyncio.create_task(told(call, 5))
-    await asyncio.sleep(0)
+    await until(lambda: stream.sent)
     call.cancel()
     call.cancel()
     tokens, error = await waiting
@@ -351,6 +356,22 @@ async def test_a_request_that_was_cancelled_hears_nothing_more_and_the_worker_he
     await until(lambda: len(stream.sent) == 2)
     await asyncio.sleep(0)
     assert [command.WhichOneof("command") for command in stream.sent] == ["submit", "cancel"]
+    await session.close()
+
+
+async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
+    stream = Scripted()
+    stream.connected.clear()
+    session = DecodeSession(lambda: stream)
+    calls = [session.submit(number, worker_pb2.DecodeRequest()) for number in (5, 6)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    calls[0].cancel()
+    stream.connected.set()
+    await until(lambda: stream.sent)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [(command.call_no, command.WhichOneof("command")) for command in stream.sent] == [(6, "submit")]
     await session.close()
 
 
