@@ -18,11 +18,12 @@ from pathlib import Path
 import grpc
 
 from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 
 log = logging.getLogger("genlock.tls")
 
 PART_NAME = "genlock.internal"
-MAX_FILE_BYTES = 1 << 20
+REASON = "bad_tls_files"
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,12 @@ class TlsSource:
 
 
 def _bad(field: str, wrong: str) -> InvalidInput:
-    return InvalidInput("bad_tls_files", f"{field}: {wrong}", field=field)
+    return InvalidInput(REASON, f"{field}: {wrong}", field=field)
 
 
 def _pem(path: str, field: str) -> bytes:
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise _bad(field, f"{path} cannot be read: {error.strerror or error}") from error
-    if not data.lstrip().startswith(b"-----BEGIN") or len(data) > MAX_FILE_BYTES:
+    data = FileReader(REASON, field).data(path)
+    if not data.lstrip().startswith(b"-----BEGIN"):
         raise _bad(field, f"{path} is no PEM file")
     return data
 

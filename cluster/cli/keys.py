@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import secrets
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.cli.options import load_settings, settings_options
+from cluster.cli.options import load_settings, read_input, settings_options
 from kvstore.errors import InvalidInput, NotFound
+from kvstore.files import FileReader
 
 if TYPE_CHECKING:
     from cluster.registry.base import Registry
@@ -132,7 +132,7 @@ Examples:
 )
 def print_digest() -> int:
     """Reads a token on stdin and prints its digest, for tokens_sha256 of a tenants file."""
-    token = sys.stdin.read().strip()
+    token = read_input("-", FileReader("bad_token", "token", limit=16 << 10)).strip()
     if not token:
         raise InvalidInput("empty_token", "no token on stdin", field="token")
     click.echo(hashlib.sha256(token.encode()).hexdigest())

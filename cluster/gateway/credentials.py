@@ -11,10 +11,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from cluster.gateway.identity import Caller, authenticator_from, bearer_token, digest_of
+from cluster.gateway.identity import TENANTS_FILE, Caller, authenticator_from, bearer_token, digest_of
 from cluster.gateway.jwt_tokens import JwtTokens
 from cluster.gateway.queueing import PRIORITIES
 from cluster.registry.base import Registry
@@ -62,13 +61,7 @@ class TokenFile:
         return (facts.st_mtime_ns, facts.st_ino, facts.st_size)
 
     def _read(self) -> Mapping[bytes, Caller]:
-        try:
-            text = Path(self._path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(
-                "bad_tenants_file", f"{self._path} cannot be read: {error}", field="api.tenants_file"
-            ) from error
-        return authenticator_from(text, self._path).callers
+        return authenticator_from(TENANTS_FILE.text(self._path), self._path).callers
 
 
 class RegistryKeys:

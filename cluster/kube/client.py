@@ -24,11 +24,16 @@ from kvstore.errors import (
     PermissionDenied,
     Unavailable,
 )
+from kvstore.files import FileReader
 
 MAX_ANSWER_BYTES = 32 << 20
 MAX_PODS = 1000
 MAX_DETAIL = 300
 PATCH_TYPE = "application/json-patch+json"
+ACCOUNT_FILE = FileReader(
+    "no_service_account", "kube.account_folder", limit=64 << 10,
+    advice="run in a pod with a service account, or set kube.account_folder",
+)  # fmt: skip
 
 
 class KubeClient:
@@ -123,10 +128,7 @@ class KubeClient:
 
     def _account(self, name: str) -> str:
         path = self._folder / name
-        try:
-            text = path.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise _no_account(path, str(error)) from error
+        text = ACCOUNT_FILE.text(path).strip()
         if not text:
             raise _no_account(path, "it is empty")
         return text
@@ -170,7 +172,7 @@ def _parsed(raw: bytes) -> Mapping[str, Any] | None:
 
 def _no_account(path: Path, why: str) -> InvalidInput:
     return InvalidInput(
-        "no_service_account",
-        f"{path} cannot be used: {why[:MAX_DETAIL]}; run in a pod with a service account, or set kube.account_folder",
-        field="kube.account_folder",
+        ACCOUNT_FILE.reason,
+        f"{path} cannot be used: {why[:MAX_DETAIL]}; {ACCOUNT_FILE.advice}",
+        field=ACCOUNT_FILE.field,
     )
