@@ -79,9 +79,11 @@ def _tenants(name: str) -> str:
     """The text, for an actor that may be on another host. Raises InvalidInput."""
     if not name:
         return ""
-    from cluster.gateway.identity import TENANTS_FILE
+    from cluster.gateway.identity import TENANTS_FILE, authenticator_from
 
-    return TENANTS_FILE.text(name)
+    text = TENANTS_FILE.text(name)
+    authenticator_from(text, name)
+    return text
 
 
 def _watch(controller: RayController) -> int:

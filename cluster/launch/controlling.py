@@ -65,13 +65,15 @@ class ControllerService:
     """Controller, its hands on Ray, and the operators' RPCs at one endpoint that the registry names."""
 
     def __init__(self, config: Config, launcher: Launcher, tenants: str = "") -> None:
-        """`tenants`: text of the tenants file, which may not be on this host; without it and any other source of
-        callers, whoever reaches the port is an operator."""
+        """`tenants`: text of the tenants file, which may not be on this host; where none is named and no other source
+        of callers, whoever reaches the port is an operator. Raises InvalidInput."""
         check_alone(config)
         self._config = config
         self._launcher = launcher
         elsewhere = credentials_of(replace(config, api=replace(config.api, tenants_file="")))
-        known = authenticator_from(tenants, config.api.tenants_file) if tenants else None
+        name = config.api.tenants_file
+        # An empty text is a mistake in the file that is named, not the wish to let everybody in.
+        known = authenticator_from(tenants, name) if tenants or name else None
         self._elsewhere = elsewhere
         self._authenticator: Authenticator = (
             Several(known, elsewhere) if known and elsewhere else known or elsewhere or SingleTenant()

@@ -7,12 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from cluster.cli.main import USAGE, run
+from cluster.launch.controlling import ControllerService
+from cluster.launch.launcher import Launcher
 from kvstore.errors import InvalidInput
 from kvstore.files import MAX_FILE_BYTES, FileReader
+from tests.support.fake_workers import config
 
 READER = FileReader("bad_list", "lists.file", limit=64, advice="name another")
 LARGEST = 256 << 20
@@ -152,3 +156,23 @@ def test_stdin_has_the_same_limits(
         told = capsys.readouterr().err
         assert "stdin cannot be read" in told
         assert reason in told
+
+
+@pytest.mark.parametrize("text", ["", "\n", "tenants: {}", "tenants: [a]"])
+def test_a_controller_takes_no_list_without_tenants(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(text)
+    assert run(["controller", "--set", f"api.tenants_file={path}"]) == USAGE
+    assert "bad_tenants_file" in capsys.readouterr().err
+
+
+def test_an_empty_list_lets_nobody_into_a_controller() -> None:
+    settings = config(
+        api__tenants_file="/etc/tenants.yaml", registry__url="redis://127.0.0.1:1/0", cluster__secret="ab" * 16,
+        control__ray_address="auto",
+    )  # fmt: skip
+    with pytest.raises(InvalidInput) as raised:
+        ControllerService(settings, cast(Launcher, None), "")
+    assert raised.value.reason == "bad_tenants_file"
