@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from cluster.gateway.queueing import PRIORITIES
 from cluster.registry.base import Registry
 from kvstore.errors import GenlockError, InvalidInput, Unauthenticated
 from wire.ending import end_tasks
+from wire.watched import WatchedFiles
 
 log = logging.getLogger("genlock.credentials")
 
@@ -34,7 +34,7 @@ class TokenFile:
         self._path = path
         self._now_ms = now_ms
         self._looked_ms = now_ms()
-        self._stamp = self._look()
+        self._file = WatchedFiles(path)
         self._known = self._read()
         self.rejected = 0
 
@@ -42,9 +42,7 @@ class TokenFile:
     def callers(self) -> Mapping[bytes, Caller]:
         if self._now_ms() - self._looked_ms >= FILE_LOOK_MS:
             self._looked_ms = self._now_ms()
-            stamp = self._look()
-            if stamp != self._stamp:
-                self._stamp = stamp
+            if self._file.changed():
                 try:
                     self._known = self._read()
                     log.info("tenants were read again: %d tokens", len(self._known))
@@ -52,13 +50,6 @@ class TokenFile:
                     self.rejected += 1
                     log.warning("tenants were not read again, the former ones hold: %s", error.message)
         return self._known
-
-    def _look(self) -> tuple[int, int, int]:
-        try:
-            facts = os.stat(self._path)
-        except OSError:
-            return (0, 0, 0)
-        return (facts.st_mtime_ns, facts.st_ino, facts.st_size)
 
     def _read(self) -> Mapping[bytes, Caller]:
         return authenticator_from(TENANTS_FILE.text(self._path), self._path).callers

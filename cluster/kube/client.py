@@ -25,6 +25,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.files import FileReader
+from wire.watched import WatchedFiles
 
 MAX_ANSWER_BYTES = 32 << 20
 MAX_PODS = 1000
@@ -50,7 +51,8 @@ class KubeClient:
         self._folder = Path(settings.account_folder)
         self._namespace = settings.namespace or self._account("namespace")
         self._session: Any = None
-        self._tls: tuple[tuple[int, int], ssl.SSLContext] | None = None
+        self._authorities = WatchedFiles(str(self._folder / "ca.crt"))
+        self._tls: ssl.SSLContext | None = None
 
     async def cluster(self) -> Mapping[str, Any]:
         """The RayCluster object."""
@@ -134,15 +136,14 @@ class KubeClient:
         return text
 
     def _context(self) -> ssl.SSLContext:
-        path = self._folder / "ca.crt"
-        try:
-            facts = path.stat()
-            stamp = (facts.st_mtime_ns, facts.st_size)
-            if self._tls is None or self._tls[0] != stamp:
-                self._tls = (stamp, ssl.create_default_context(cafile=str(path)))
-        except OSError as error:  # ssl.SSLError too
-            raise _no_account(path, str(error)) from error
-        return self._tls[1]
+        if self._authorities.changed() or self._tls is None:
+            # Those of before are not trusted any longer where the new ones cannot be read.
+            self._tls = None
+            try:
+                self._tls = ssl.create_default_context(cafile=str(self._folder / "ca.crt"))
+            except OSError as error:  # ssl.SSLError too
+                raise _no_account(self._folder / "ca.crt", str(error)) from error
+        return self._tls
 
 
 def refusal(what: str, status: int, answer: Mapping[str, Any] | None) -> GenlockError:
