@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,6 +35,7 @@ from cluster.registry.make import registry_from
 from cluster.roles import Role
 from cluster.settings import Config
 from kvstore.errors import NotFound
+from wire.clocks import now_ms, unix_ms
 
 READY_TIMEOUT_MS = 30_000
 
@@ -48,9 +48,7 @@ def no_report(_text: str) -> None:
 class Seams:
     """What tests replace."""
 
-    sources: Sources = field(
-        default_factory=lambda: Sources(now_ms=lambda: time.monotonic() * 1000, random_bytes=os.urandom)
-    )
+    sources: Sources = field(default_factory=lambda: Sources(now_ms=now_ms, random_bytes=os.urandom))
     authenticator: Authenticator | None = None
     stream_checks: StreamChecks = field(default_factory=StreamChecks)
 
@@ -264,10 +262,6 @@ class Cluster:
             self._early.append((worker_id, detail))
         else:
             controller.hear(Ended(worker_id, controller.row(worker_id).life, detail))
-
-
-def unix_ms() -> int:
-    return int(time.time() * 1000)
 
 
 def _arrivals(state: GatewayState) -> Callable[[], float]:
