@@ -74,6 +74,9 @@ class Operations(FleetControl):
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         return await self._controller.registry.events(after, limit)
 
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        return await self._controller.registry.last_events(limit)
+
     # --- changing -----------------------------------------------------------------------------------------------------
 
     async def scale(

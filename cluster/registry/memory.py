@@ -101,6 +101,10 @@ class MemoryRegistry(Registry):
         newer = [event for event in self._events if event.sequence > after]
         return tuple(newer[: max(0, min(limit, MAX_EVENT_BATCH))])
 
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        count = min(limit, MAX_EVENT_BATCH)
+        return tuple(self._events[-count:]) if count > 0 else ()
+
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)
         check_ttl(ttl_ms)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import pytest_asyncio
 
+from cluster.registry import memory, redis
 from cluster.registry.base import Registry
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired, Event, WorkerRecord
@@ -178,10 +179,24 @@ async def test_events_are_numbered_bounded_and_read_in_order(world: World) -> No
     assert await world.registry.events(limit=0) == ()
 
 
+async def test_the_last_events_are_read_without_those_before(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await world.registry.last_events() == ()
+    kept = [await world.registry.append_event(replace(EVENT, message=str(n))) for n in range(EVENT_LIMIT + 5)]
+    assert await world.registry.last_events(3) == tuple(kept[-3:])
+    assert await world.registry.last_events(1000) == tuple(kept[5:])
+    assert await world.registry.last_events(0) == ()
+    assert await world.registry.last_events(-1) == ()
+    for module in (memory, redis):
+        monkeypatch.setattr(module, "MAX_EVENT_BATCH", 4)
+    assert await world.registry.last_events(1000) == tuple(kept[-4:])
+    assert await world.registry.events(limit=1000) == tuple(kept[5:9])
+
+
 async def test_an_event_comes_back_as_it_was(world: World) -> None:
     kept = await world.registry.append_event(EVENT)
     assert kept == replace(EVENT, sequence=kept.sequence)
     assert await world.registry.events() == (kept,)
+    assert await world.registry.last_events() == (kept,)
 
 
 async def test_the_first_answer_under_a_key_stays(world: World) -> None:
