@@ -176,7 +176,7 @@ class FleetOperations:
     async def explain_autoscale(self, request: pb.ExplainAutoscaleRequest, _actor: str) -> pb.ExplainAutoscaleResponse:
         limit = min(MAX_LIMIT, at_least(request.limit, 0, "limit") or 10)
         kept = await self._control.decisions(limit)
-        return pb.ExplainAutoscaleResponse(decisions=[pb.AutoscaleDecision.FromString(one) for one in kept])
+        return pb.ExplainAutoscaleResponse(decisions=kept)
 
     def _oldest_ms(self, request: pb.ListEventsRequest) -> float:
         return self._now_ms() - request.since_ms if request.since_ms else 0
@@ -199,7 +199,7 @@ class FleetOperations:
             revision=desired.revision,
         )
         for newest in await self._control.decisions(1):
-            message.last.CopyFrom(pb.AutoscaleDecision.FromString(newest))
+            message.last.CopyFrom(newest)
         return message
 
 
