@@ -15,13 +15,12 @@ from cluster.control.core import ROLES, leavers, unsettled
 from cluster.control.hands import Autoscaler
 from cluster.control.state import DrainAsked, Phase, Row, State
 from cluster.registry.records import Desired, Event
-from cluster.roles import Role
+from cluster.roles import MAX_WORKERS, Role
 from genlock.v1 import operator_pb2
 from kvstore.errors import Conflict, GenlockError, InvalidInput, NotFound, Refused
 from wire.ending import end_tasks
 from wire.errors import surprise
 
-MAX_WORKERS = 256
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
 MAX_DECISIONS = 1000

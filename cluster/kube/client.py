@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.roles import MAX_FLEET
 from cluster.settings import KubeConfig
 from kvstore.errors import (
     Conflict,
@@ -28,7 +29,8 @@ from kvstore.files import FileReader
 from wire.watched import WatchedFiles
 
 MAX_ANSWER_BYTES = 32 << 20
-MAX_PODS = 1000
+# The whole fleet in pods of its own, while those that end are still listed.
+MAX_PODS = 2 * MAX_FLEET
 MAX_DETAIL = 300
 PATCH_TYPE = "application/json-patch+json"
 ACCOUNT_FILE = FileReader(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from cluster.control.api import Change, FleetView, NodeRow, WorkerRow
 from cluster.registry.records import Event
+from cluster.roles import MAX_FLEET
 from genlock.v1 import operator_pb2 as pb
 from kvstore.errors import InvalidInput
 
 MAX_KEY_CHARS = 128
 MAX_REASON_CHARS = 512
-MAX_NAMES = 512
+MAX_NAMES = MAX_FLEET
 MAX_NAME_CHARS = 128
 
 

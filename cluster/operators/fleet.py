@@ -22,6 +22,7 @@ from cluster.operators.convert import (
     node_message,
     worker_message,
 )
+from cluster.roles import MAX_WORKERS
 from genlock.v1 import operator_pb2 as pb
 from kvstore.errors import InvalidInput, NotFound
 
@@ -29,7 +30,6 @@ DEFAULT_LIMIT = 100
 MAX_LIMIT = 10_000
 WATCH_POLL_S = 0.3
 MAX_APPLY_CHARS = 65_536
-MAX_WORKERS = 4096
 # What a text that is applied may name.
 APPLIED = ("prefill", "decode", "autoscale")
 

@@ -29,6 +29,7 @@ from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.rules import (
     MAX_EVENT_BATCH,
     MAX_KEYS,
+    MAX_RECORDS,
     check_answer,
     check_ttl,
     check_worker,
@@ -39,7 +40,6 @@ from cluster.registry.rules import (
 from cluster.settings import RegistryConfig
 from kvstore.errors import InvalidInput, Unavailable
 
-MAX_WORKERS = 4096
 MAX_CALLS = 8  # at once; more wait
 ATTEMPTS = 2
 RETRY_PAUSE_S = 0.02
@@ -80,10 +80,10 @@ class RedisRegistry(Registry):
         text = codec.encode_worker(record)
         kept = await self._eval(
             scripts.PUT_WORKER, ("workers", "expiry"),
-            record.worker_id, text, ttl_ms, record.incarnation, record.started_ms, MAX_WORKERS,
+            record.worker_id, text, ttl_ms, record.incarnation, record.started_ms, MAX_RECORDS,
         )  # fmt: skip
         if kept == -1:
-            raise too_many_workers(MAX_WORKERS)
+            raise too_many_workers()
 
     async def remove_worker(self, worker_id: str, incarnation: int) -> None:
         await self._eval(scripts.REMOVE_WORKER, ("workers", "expiry"), worker_id, incarnation)

@@ -16,7 +16,7 @@ from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.redis import RedisRegistry
 from cluster.roles import Role
-from kvstore.errors import Conflict, InvalidInput
+from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from tests.support.valkey import Valkey
 
 EVENT_LIMIT = 20
@@ -122,6 +122,23 @@ async def test_a_record_that_names_nothing_is_refused(world: World, field: str) 
         await world.registry.put_worker(replace(RECORD, **{field: 0 if field == "incarnation" else ""}), 1000)
     assert caught.value.field == field
     assert await world.registry.workers() == ()
+
+
+async def test_a_registry_that_is_full_takes_no_new_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, redis):
+        monkeypatch.setattr(module, "MAX_RECORDS", 2)
+    one, two, three = (replace(RECORD, worker_id=name) for name in ("one", "two", "three"))
+    await world.registry.put_worker(one, 300)
+    await world.registry.put_worker(two, 60_000)
+    with pytest.raises(NoCapacity) as caught:
+        await world.registry.put_worker(three, 60_000)
+    assert caught.value.reason == "too_many_workers"
+    told = replace(two, running=7)
+    await world.registry.put_worker(told, 60_000)
+    assert await world.registry.workers() == (one, told)
+    await world.wait(350)
+    await world.registry.put_worker(three, 60_000)
+    assert await world.registry.workers() == (three, told)
 
 
 async def test_what_is_wanted_is_kept_whole(world: World) -> None:
