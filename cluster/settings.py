@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from cluster.roles import MAX_WORKERS
 from kvstore.layout import MAX_PAGE_TOKENS, WORKING_FORMATS
 
 
@@ -89,8 +90,8 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class WorkersConfig:
-    prefill: int = _setting(1, "Prefill workers.", low=1, high=256)
-    decode: int = _setting(1, "Decode workers.", low=1, high=256)
+    prefill: int = _setting(1, "Prefill workers.", low=1, high=MAX_WORKERS)
+    decode: int = _setting(1, "Decode workers.", low=1, high=MAX_WORKERS)
     host: str = _setting(
         "127.0.0.1", "Address that workers listen on; auto: each its host's own, for workers on many hosts.",
         check=_not_blank,
@@ -275,7 +276,7 @@ class RegistryConfig:
 @dataclass(frozen=True)
 class ControlConfig:
     restart: bool = _setting(True, "Start a worker again that died.")
-    surge: int = _setting(1, "Workers of a role above the wanted count while others drain.", low=0, high=256)
+    surge: int = _setting(1, "Workers of a role above the wanted count while others drain.", low=0, high=MAX_WORKERS)
     reconcile_ms: int = _setting(
         200, "Time between two looks at what is wanted and what there is.", low=10, high=60_000
     )

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 from model.config import config_from_hf
 from model.weights import Weights, fingerprint_tensor, revision_of
 
@@ -25,10 +26,8 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
     if not path.is_file() and not required:
         return {}
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"over {MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(FileReader("bad_model_folder", "model", limit=MAX_JSON_BYTES).text(path))
+    except ValueError as error:
         raise InvalidInput("bad_model_folder", f"cannot read {path}: {error}", field="model") from error
     if not isinstance(value, dict):
         raise InvalidInput("bad_model_folder", f"{path} is not a JSON object", field="model")

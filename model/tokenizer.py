@@ -18,6 +18,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 from model.base import TextStream
 from model.chat_template import ChatTemplate, RenderedChat, any_of
 from model.hf_folder import read_json
@@ -261,7 +262,7 @@ def tokenizer_from_folder(folder: Path, eos_token_ids: tuple[int, ...]) -> ByteL
     if isinstance(template, list):
         template = next((item["template"] for item in template if item.get("name") == "default"), "")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text("utf-8")
+        template = FileReader("bad_model_folder", "model").text(folder / "chat_template.jinja")
     return ByteLevelTokenizer(
         plain=plain,
         token_bytes=tuple(item if isinstance(item, bytes) else _byte_level(item or "") for item in tokens),

@@ -8,7 +8,6 @@ that does not fit its certificate, leaves the last good ones in force.
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import tempfile
 import threading
@@ -18,11 +17,13 @@ from pathlib import Path
 import grpc
 
 from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
+from wire.watched import WatchedFiles
 
 log = logging.getLogger("genlock.tls")
 
 PART_NAME = "genlock.internal"
-MAX_FILE_BYTES = 1 << 20
+REASON = "bad_tls_files"
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,13 @@ class TlsSource:
         self.rejected = 0
         self._section = section
         self._lock = threading.Lock()
-        self._seen = self._stamp()
+        self._watched = WatchedFiles(files.cert, files.key, files.ca)
         self._material = self._read(1)
 
     def current(self) -> Material:
         """Looks at the files' times, and reads them where those moved."""
         with self._lock:
-            stamp = self._stamp()
-            if stamp != self._seen:
-                self._seen = stamp
+            if self._watched.changed():
                 try:
                     self._material = self._read(self._material.generation + 1)
                     log.info("certificates of %s were read again", self.files.cert)
@@ -108,16 +107,6 @@ class TlsSource:
             context.load_cert_chain(self.files.cert, self.files.key)
         return material.generation
 
-    def _stamp(self) -> tuple[tuple[int, int, int], ...]:
-        stamps = []
-        for path in (self.files.cert, self.files.key, self.files.ca):
-            try:
-                facts = os.stat(path) if path else None
-            except OSError:
-                facts = None
-            stamps.append((facts.st_mtime_ns, facts.st_ino, facts.st_size) if facts else (0, 0, 0))
-        return tuple(stamps)
-
     def _read(self, generation: int) -> Material:
         files, name = self.files, self._section
         cert, key = _pem(files.cert, f"{name}.cert_file"), _pem(files.key, f"{name}.key_file")
@@ -132,15 +121,12 @@ class TlsSource:
 
 
 def _bad(field: str, wrong: str) -> InvalidInput:
-    return InvalidInput("bad_tls_files", f"{field}: {wrong}", field=field)
+    return InvalidInput(REASON, f"{field}: {wrong}", field=field)
 
 
 def _pem(path: str, field: str) -> bytes:
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise _bad(field, f"{path} cannot be read: {error.strerror or error}") from error
-    if not data.lstrip().startswith(b"-----BEGIN") or len(data) > MAX_FILE_BYTES:
+    data = FileReader(REASON, field).data(path)
+    if not data.lstrip().startswith(b"-----BEGIN"):
         raise _bad(field, f"{path} is no PEM file")
     return data
 

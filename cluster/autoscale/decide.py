@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from cluster.autoscale.policy import MAX_WORKERS, Bounds, Mode, Policy
+from cluster.autoscale.policy import Bounds, Mode, Policy
 from cluster.autoscale.signals import DecodeSignals, PrefillSignals, Signals, fault, flat
+from cluster.roles import MAX_WORKERS
 
 # Wishes that are kept. Where a window has more, memory does not reach back far enough and the fleet does not change.
 MAX_WISHES = 4096

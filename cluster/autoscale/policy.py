@@ -25,9 +25,9 @@ from typing import Any
 
 import yaml
 
+from cluster.roles import MAX_WORKERS
 from kvstore.errors import InvalidInput
 
-MAX_WORKERS = 4096
 MAX_POLICY_CHARS = 16_384
 DAY_MS = 86_400_000
 

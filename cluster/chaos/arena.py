@@ -16,7 +16,6 @@ from cluster.config import with_secret
 from cluster.gateway.served import ServedModel, Sources
 from cluster.gateway.server import Gateway
 from cluster.gateway.watch import RegistryWatch
-from cluster.launch.build import monotonic_ms
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
 from cluster.launch.up import specs_of
@@ -24,6 +23,7 @@ from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
+from wire.clocks import now_ms
 from wire.options import open_channel
 
 READY_TIMEOUT_MS = 60_000
@@ -216,7 +216,7 @@ class Arena:
         port = int(self.endpoint.rsplit(":", 1)[1]) if self.endpoint else self.config.api.port
         config = replace(self.config, api=replace(self.config.api, port=port))
         for left in reversed(range(PORT_TRIES)):
-            gateway = Gateway(config, self._served, Sources(now_ms=monotonic_ms, random_bytes=os.urandom))
+            gateway = Gateway(config, self._served, Sources(now_ms=now_ms, random_bytes=os.urandom))
             try:
                 self.endpoint = await gateway.start()
                 break
@@ -227,7 +227,7 @@ class Arena:
                 await asyncio.sleep(PORT_PAUSE_S)
         self._gateway = gateway
         if self._registered:
-            self._watch = RegistryWatch(gateway.state, registry_from(self.config, monotonic_ms))
+            self._watch = RegistryWatch(gateway.state, registry_from(self.config, now_ms))
             await self._watch.look()
             self._watch.start()
             return

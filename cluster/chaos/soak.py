@@ -25,7 +25,7 @@ from cluster.chaos.watch import of_process, table_sizes
 from cluster.config import load
 from cluster.gateway.served import ServedModel, Sources
 from cluster.gateway.server import Gateway
-from cluster.launch.build import BuiltWorker, WorkerTuning, monotonic_ms
+from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from kvstore.errors import InvalidInput
@@ -34,6 +34,7 @@ from model.probe import build_probe, echo_of
 from model.sampling import SamplingParams
 from prefill.engine import PrefillEngine
 from sim.oracle import Oracle
+from wire.clocks import now_ms
 
 MAX_REQUESTS = 10_000_000
 LAG_TOKENS = 16  # of the probe: prompts can be short and are still spelled by the answer
@@ -140,7 +141,7 @@ class SoakCluster:
         for name in ("prefill-0", *self._decode_names):
             await self._start_worker(name)
         served = ServedModel(self.model.info, self._tokenizer)
-        self.gateway = Gateway(self._config, served, Sources(now_ms=monotonic_ms, random_bytes=os.urandom))
+        self.gateway = Gateway(self._config, served, Sources(now_ms=now_ms, random_bytes=os.urandom))
         self.endpoint = await self.gateway.start()
         for worker in self.workers.values():
             self.gateway.add_worker(worker.worker_id, worker.role, worker.endpoint)

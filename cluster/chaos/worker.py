@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.launch.build import BuiltWorker, WorkerTuning, monotonic_ms
+from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from cluster.selftest.injector import LandingEngine
 from kvstore.checks import ALL_CHECKS
 from kvstore.tables import U8
 from kvstore.transfer.base import TransferEngine
+from kvstore.transfer.common import monotonic_ms
 
 FULL_DISK = "/dev/full"  # every write fails with ENOSPC
 LOG_EVERY_TURNS = 20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,11 +16,13 @@ from cluster.cli.operate import (
     show,
     wait_options,
 )
-from cluster.cli.options import endpoint_or_default
-from kvstore.errors import InvalidInput
+from cluster.cli.options import endpoint_or_default, read_input
+from kvstore.files import FileReader
 
 if TYPE_CHECKING:
     from genlock.v1 import operator_pb2 as pb
+
+CLUSTER_FILE = FileReader("bad_cluster_file", "file")
 
 file_option = click.option(
     "-f", "--file", "path", required=True, metavar="FILE", help="YAML with prefill, decode, autoscale; - is stdin."
@@ -54,7 +54,7 @@ def apply(
     from cluster.cli.client import connect, run_async
     from genlock.v1 import operator_pb2 as pb
 
-    request = pb.ApplyRequest(text=_read(path), mutation=mutation(**change))
+    request = pb.ApplyRequest(text=read_input(path, CLUSTER_FILE), mutation=mutation(**change))
 
     async def work() -> pb.ApplyResponse:
         async with connect(endpoint_or_default(endpoint), token, timeout_s) as client:
@@ -83,7 +83,7 @@ def diff(path: str, endpoint: str | None, token: str | None, timeout_s: float, o
     """Shows what `apply` would change, and changes nothing."""
     from genlock.v1 import operator_pb2 as pb
 
-    request = pb.ApplyRequest(text=_read(path), mutation=pb.Mutation(dry_run=True))
+    request = pb.ApplyRequest(text=read_input(path, CLUSTER_FILE), mutation=pb.Mutation(dry_run=True))
     answer = call(endpoint, token, timeout_s, "Apply", request)
     show(answer, output, lambda told, _wide: [_changes(told)])
     return 1 if answer.changes else 0
@@ -91,10 +91,3 @@ def diff(path: str, endpoint: str | None, token: str | None, timeout_s: float, o
 
 def _changes(answer: pb.ApplyResponse) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
     return ("Changes", ("field", "now", "then"), [(one.field, one.before, one.after) for one in answer.changes])
-
-
-def _read(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput("bad_cluster_file", f"{path} cannot be read: {error}", field="file") from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.cli.operate import call, change_options, mutation, operator_options, show
-from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 
 if TYPE_CHECKING:
     from genlock.v1 import operator_pb2 as pb
@@ -57,7 +56,7 @@ def set_policy(
 
     if bool(fields) == bool(path):
         raise click.UsageError("name fields as FIELD=VALUE, or a file with -f")
-    text = as_policy(fields) if fields else _read(str(path))
+    text = as_policy(fields) if fields else FileReader("bad_policy", "file").text(str(path))
     request = pb.SetAutoscaleRequest(policy=text, merge=bool(fields), mutation=mutation(**change))
     _show(call(endpoint, token, timeout_s, "SetAutoscale", request), output)
     return 0
@@ -179,10 +178,3 @@ def decision_tables(answer: pb.ExplainAutoscaleResponse, wide: bool) -> list[Tab
         inputs: list[tuple[object, ...]] = [(name, value) for name, value in sorted(answer.decisions[0].inputs.items())]
         found.append(("Inputs of the newest", ("input", "value"), inputs))
     return found
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput("bad_policy", f"{path} cannot be read: {error}", field="file") from error

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvstore.files import FileReader
+
 if TYPE_CHECKING:
     from cluster.autoscale.policy import Policy
     from cluster.autoscale.simulate import Comparison, Outcome
     from cluster.autoscale.traces import Trace
 
+MAX_TRACE_BYTES = 256 << 20
 COLUMNS = ("fleet", "within targets", "ttft p50 ms", "p99 ms", "token p50 ms", "p99 ms", "unfinished", "GPU-hours")
 
 
@@ -69,19 +72,10 @@ def command(
     return 0
 
 
-def _read(path: Path, field: str) -> str:
-    from kvstore.errors import InvalidInput
-
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"bad_{field}", f"{path} cannot be read: {error}", field=field) from error
-
-
 def _policy(path: Path | None) -> Policy:
     from cluster.autoscale.policy import policy_from
 
-    return policy_from("" if path is None else _read(path, "policy"))
+    return policy_from("" if path is None else FileReader("bad_policy", "policy").text(path))
 
 
 def _trace(name: str, seed: int) -> Trace:
@@ -89,7 +83,7 @@ def _trace(name: str, seed: int) -> Trace:
 
     if name in NAMES or not Path(name).exists():
         return drawn(name, seed)
-    return parse(_read(Path(name), "trace"), name)
+    return parse(FileReader("bad_trace", "trace", MAX_TRACE_BYTES).text(name), name)
 
 
 def show(comparison: Comparison, trace: Trace) -> None:

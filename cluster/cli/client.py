@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -16,7 +15,7 @@ from google.protobuf.message import Message
 from cluster.cli.main import Unreachable
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
-from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 from wire.calls import answer, responses
 from wire.options import MAX_MESSAGE_BYTES, channel_options
 
@@ -82,10 +81,7 @@ def open_front(endpoint: str, ca_file: str) -> grpc.aio.Channel:
     options = channel_options(MAX_MESSAGE_BYTES)
     if not ca_file:
         return grpc.aio.insecure_channel(endpoint, options=options)
-    try:
-        roots = Path(ca_file).read_bytes()
-    except OSError as error:
-        raise InvalidInput("bad_ca_file", f"{CA_VARIABLE}: {ca_file} cannot be read: {error}", field="ca") from error
+    roots = FileReader("bad_ca_file", "ca", advice=f"{CA_VARIABLE} names it").data(ca_file)
     return grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(roots), options=options)
 
 

@@ -68,11 +68,22 @@ def command(
 
 
 def _controller(config: Config) -> RayController:
+    tenants = _tenants(config.api.tenants_file)
     from cluster.launch.build import build_worker
     from cluster.launch.ray_controller import RayController
 
-    name = config.api.tenants_file
-    return RayController(config, build_worker, Path(name).read_text("utf-8") if name else "")
+    return RayController(config, build_worker, tenants)
+
+
+def _tenants(name: str) -> str:
+    """The text, for an actor that may be on another host. Raises InvalidInput."""
+    if not name:
+        return ""
+    from cluster.gateway.identity import TENANTS_FILE, authenticator_from
+
+    text = TENANTS_FILE.text(name)
+    authenticator_from(text, name)
+    return text
 
 
 def _watch(controller: RayController) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.options import load_settings, settings_options
+from wire.clocks import now_ms
 
 if TYPE_CHECKING:
     from cluster.settings import Config
@@ -155,7 +156,7 @@ def _registry(config: Config) -> Iterator[Finding]:
     from kvstore.errors import GenlockError
 
     async def ask() -> tuple[int, int]:
-        registry = registry_from(config, lambda: time.monotonic() * 1000)
+        registry = registry_from(config, now_ms)
         await registry.open()
         try:
             return len(await registry.workers()), (await registry.desired()).revision

@@ -59,9 +59,9 @@ def command(
 
 def make_front(config: Config, report: Callable[[str], None]) -> Front:
     """Not started. Raises InvalidInput."""
+    from cluster.launch.doors import Seams
     from cluster.launch.front import Front
     from cluster.launch.served import load_served
-    from cluster.launch.up import Seams
     from cluster.openai.server import HttpDoor
 
     seams = Seams(authenticator=authenticator_of(config))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.options import client_options, endpoint_or_default
+from cluster.cli.options import client_options, endpoint_or_default, read_input
+from kvstore.files import FileReader
 
 if TYPE_CHECKING:
     from genlock.v1 import inference_pb2 as pb
@@ -42,9 +42,11 @@ def command(
 ) -> int:  # fmt: skip
     """Answers TEXT; `-` reads it from stdin. The answer goes to stdout, what it took to stderr."""
     from cluster.cli.client import run_async
+    from wire.options import MAX_MESSAGE_BYTES
 
     if text == "-":
-        text = sys.stdin.read()
+        # No longer message is sent.
+        text = read_input(text, FileReader("bad_prompt", "text", MAX_MESSAGE_BYTES))
     request = make_request(text, chat=chat, system=system, stream=stream and output == "text", **params)
     run_async(_generate(endpoint_or_default(endpoint), token, timeout_s, request, output))
     return 0

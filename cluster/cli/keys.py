@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import secrets
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.cli.options import load_settings, settings_options
+from cluster.cli.options import load_settings, read_input, settings_options
 from kvstore.errors import InvalidInput, NotFound
+from kvstore.files import FileReader
+from wire.clocks import now_ms, unix_ms
 
 if TYPE_CHECKING:
     from cluster.registry.base import Registry
@@ -63,7 +64,7 @@ def create(
     key_id = secrets.token_hex(4)
     token = f"gl_{key_id}_{secrets.token_urlsafe(32)}"
     record = key_record(
-        key_id, tenant, operator=operator, created_ms=int(time.time() * 1000), label=label,
+        key_id, tenant, operator=operator, created_ms=unix_ms(), label=label,
         max_requests=max_requests, max_priority=max_priority,
     )  # fmt: skip
     digest = hashlib.sha256(token.encode()).hexdigest()
@@ -132,7 +133,7 @@ Examples:
 )
 def print_digest() -> int:
     """Reads a token on stdin and prints its digest, for tokens_sha256 of a tenants file."""
-    token = sys.stdin.read().strip()
+    token = read_input("-", FileReader("bad_token", "token", limit=16 << 10)).strip()
     if not token:
         raise InvalidInput("empty_token", "no token on stdin", field="token")
     click.echo(hashlib.sha256(token.encode()).hexdigest())
@@ -164,7 +165,7 @@ def _with_registry(
         )  # fmt: skip
 
     async def run() -> T:
-        registry = registry_from(config, lambda: time.monotonic() * 1000)
+        registry = registry_from(config, now_ms)
         await registry.open()
         try:
             return await work(registry)

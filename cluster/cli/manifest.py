@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.cli.options import read_input
 from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.manifests.view import Document
 
-MAX_MANIFEST_BYTES = 16 << 20
+MANIFEST = FileReader("bad_manifest", "file", limit=16 << 20)
 
 
 @click.group(
@@ -77,7 +78,7 @@ def check(file: Path, output: str) -> int:
     from cluster.cli import render as terminal
     from cluster.manifests.chart import parse
 
-    documents = parse(_read(file))
+    documents = parse(read_input(str(file), MANIFEST))
     if not documents:
         raise InvalidInput("bad_manifest", f"{file} holds no manifest", field="file")
     findings = _findings(documents)
@@ -105,7 +106,7 @@ def values(name: str | None) -> None:
         for known in chart.known_values():
             click.echo(known)
         return
-    click.echo(chart.values_path(name).read_text("utf-8"), nl=False)
+    click.echo(chart.VALUES_FILE.text(chart.values_path(name)), nl=False)
 
 
 @command.command(
@@ -146,17 +147,3 @@ def _text(documents: Sequence[Document], output: str) -> str:
         "---\n" + yaml.dump(document, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120)
         for document in documents
     )
-
-
-def _read(file: Path) -> str:
-    try:
-        if str(file) == "-":
-            text = sys.stdin.read(MAX_MANIFEST_BYTES + 1)
-        else:
-            with file.open(encoding="utf-8") as stream:
-                text = stream.read(MAX_MANIFEST_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput("bad_manifest", f"{file} cannot be read: {error}", field="file") from error
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise InvalidInput("bad_manifest", f"{file} is longer than {MAX_MANIFEST_BYTES} bytes", field="file")
-    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import click
 
 from cluster.config import LoadedConfig, load
 from kvstore.errors import InvalidInput
+from kvstore.files import FileReader
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -79,18 +81,17 @@ def load_settings(
             )
         merged[key.strip()] = value.strip()
     merged.update({key: value for key, value in (flags or {}).items() if value is not None})
-    text = None
-    if config_file is not None:
-        try:
-            text = config_file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput("bad_config_file", f"{config_file} cannot be read: {error}", field="config") from error
     return load(
-        file_text=text,
+        file_text=None if config_file is None else FileReader("bad_config_file", "config").text(config_file),
         file_name=str(config_file or ""),
         environ=os.environ,
         flags=merged,
     )
+
+
+def read_input(path: str, reader: FileReader) -> str:
+    """Text of a file, or of stdin where `path` is `-`. Raises InvalidInput."""
+    return reader.stream(sys.stdin.buffer, "stdin") if path == "-" else reader.text(path)
 
 
 def endpoint_or_default(endpoint: str | None) -> str:

@@ -101,10 +101,11 @@ def model_flags(model: str | None) -> dict[str, object]:
 def make_cluster(config: Config, report: Callable[[str], None], *, in_process: bool, http: bool = False) -> Cluster:
     """A cluster of real workers, not started. `http`: with the OpenAI-compatible API, where its port is not off."""
     from cluster.launch.build import build_worker
+    from cluster.launch.doors import Seams
     from cluster.launch.launcher import InProcessLauncher, Launcher
     from cluster.launch.ray_launcher import RayLauncher
     from cluster.launch.served import load_served
-    from cluster.launch.up import Cluster, Seams
+    from cluster.launch.up import Cluster
 
     make_door = None
     if http:
@@ -121,7 +122,8 @@ def make_cluster(config: Config, report: Callable[[str], None], *, in_process: b
 class Served(Protocol):
     """What runs in the foreground: a cluster, or a gateway alone."""
 
-    url: str
+    @property
+    def url(self) -> str: ...
 
     async def start(self) -> str: ...
 

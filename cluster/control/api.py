@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cluster.registry.records import Desired, Event
 from cluster.roles import Role
+from genlock.v1 import operator_pb2, worker_pb2
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class WorkerRow:
     node: str = ""
     restarts: int = 0
     drain_left_ms: int = 0
-    # Serialized genlock.v1.WorkerStatus; empty when the worker does not answer.
-    status: bytes = b""
+    # As it was last told, not to be changed; None when the worker does not answer.
+    status: worker_pb2.WorkerStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,16 @@ class FleetControl(Protocol):
         """`policy`: YAML, already validated; empty turns autoscaling off. `paused` None: stays."""
         ...
 
-    async def decisions(self, limit: int) -> tuple[bytes, ...]:
-        """The autoscaler's last decisions, newest first: serialized genlock.v1.AutoscaleDecision."""
+    async def decisions(self, limit: int) -> tuple[operator_pb2.AutoscaleDecision, ...]:
+        """The autoscaler's last decisions, newest first."""
         ...
 
     async def nodes(self) -> tuple[NodeRow, ...]: ...
 
-    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]: ...
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        """Those after a sequence number, oldest first."""
+        ...
+
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        """The newest, oldest of them first."""
+        ...

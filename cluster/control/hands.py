@@ -9,7 +9,7 @@ from typing import Protocol
 from cluster.control.api import FleetView, NodeRow
 from cluster.control.state import Found
 from cluster.roles import Role
-from genlock.v1 import worker_pb2
+from genlock.v1 import operator_pb2, worker_pb2
 
 # Called with the worker's id and what is known about its end; never for a worker that was asked to stop.
 OnLost = Callable[[str, str], None]
@@ -93,12 +93,12 @@ class Asker(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an autoscaler decided. None: stays. `record`: a serialized genlock.v1.AutoscaleDecision."""
+    """What an autoscaler decided. None: stays. `record`: how it came to that, for whoever asks later."""
 
     prefill: int | None
     decode: int | None
     reason: str
-    record: bytes = b""
+    record: operator_pb2.AutoscaleDecision | None = None
 
 
 class Autoscaler(Protocol):

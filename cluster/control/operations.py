@@ -15,12 +15,12 @@ from cluster.control.core import ROLES, leavers, unsettled
 from cluster.control.hands import Autoscaler
 from cluster.control.state import DrainAsked, Phase, Row, State
 from cluster.registry.records import Desired, Event
-from cluster.roles import Role
+from cluster.roles import MAX_WORKERS, Role
+from genlock.v1 import operator_pb2
 from kvstore.errors import Conflict, GenlockError, InvalidInput, NotFound, Refused
 from wire.ending import end_tasks
 from wire.errors import surprise
 
-MAX_WORKERS = 256
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
 MAX_DECISIONS = 1000
@@ -46,7 +46,7 @@ class Operations(FleetControl):
         self._controller = controller
         self._autoscaler = autoscaler
         self._autoscale_ms = autoscale_ms
-        self._decisions: deque[bytes] = deque(maxlen=MAX_DECISIONS)
+        self._decisions: deque[operator_pb2.AutoscaleDecision] = deque(maxlen=MAX_DECISIONS)
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -65,7 +65,7 @@ class Operations(FleetControl):
     async def view(self) -> FleetView:
         return self._view()
 
-    async def decisions(self, limit: int) -> tuple[bytes, ...]:
+    async def decisions(self, limit: int) -> tuple[operator_pb2.AutoscaleDecision, ...]:
         return tuple(self._decisions)[: max(0, limit)]
 
     async def nodes(self) -> tuple[NodeRow, ...]:
@@ -73,6 +73,9 @@ class Operations(FleetControl):
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         return await self._controller.registry.events(after, limit)
+
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        return await self._controller.registry.last_events(limit)
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +269,6 @@ class Operations(FleetControl):
         )
 
     def _worker_row(self, row: Row, now_ms: float) -> WorkerRow:
-        status = self._controller.status_of(row)
         return WorkerRow(
             worker_id=row.worker_id,
             role=row.role,
@@ -279,7 +281,7 @@ class Operations(FleetControl):
             node=row.node,
             restarts=row.restarts,
             drain_left_ms=max(0, row.deadline_ms - int(now_ms)) if row.phase is Phase.DRAINING else 0,
-            status=status.SerializeToString() if status is not None else b"",
+            status=self._controller.status_of(row),
         )
 
     # --- autoscaling --------------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ class Operations(FleetControl):
         verdict = autoscaler.decide(self._view(), self._controller.clocks.now_ms())
         if verdict is None:
             return
-        if verdict.record:
+        if verdict.record is not None:
             self._decisions.appendleft(verdict.record)
         prefill, decode = verdict.prefill, verdict.decode
         if (prefill, decode) != (None, None) and (prefill, decode) != (desired.prefill, desired.decode):

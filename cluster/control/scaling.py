@@ -9,7 +9,6 @@ from cluster.autoscale.scaler import Scaler, Told, decision_message
 from cluster.control.api import FleetView, WorkerRow
 from cluster.control.hands import Verdict
 from cluster.control.state import Phase
-from genlock.v1 import worker_pb2
 
 # Their load counts; what a worker does that is about to stop still has to be done.
 _COUNTED = frozenset({Phase.READY.value, Phase.DEGRADED.value, Phase.DRAINING.value})
@@ -28,7 +27,7 @@ class PolicyScaler:
         current = Counts(desired.prefill, desired.decode)
         told = [_told(row) for row in view.workers if row.phase in _COUNTED]
         decision = self._scaler.decide(desired.autoscale, told, current, now_ms)
-        record = decision_message(decision, self._unix_ms()).SerializeToString()
+        record = decision_message(decision, self._unix_ms())
         reason = "; ".join(decision.reasons)[:500]
         if decision.held:
             return Verdict(None, None, reason, record)
@@ -36,5 +35,4 @@ class PolicyScaler:
 
 
 def _told(row: WorkerRow) -> Told:
-    status = worker_pb2.WorkerStatus.FromString(row.status) if row.status else None
-    return Told(row.worker_id, row.role.value, row.phase == Phase.READY.value and not row.cordoned, status)
+    return Told(row.worker_id, row.role.value, row.phase == Phase.READY.value and not row.cordoned, row.status)

@@ -8,18 +8,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from cluster.gateway.identity import Caller, authenticator_from, bearer_token, digest_of
+from cluster.gateway.identity import TENANTS_FILE, Caller, authenticator_from, bearer_token, digest_of
 from cluster.gateway.jwt_tokens import JwtTokens
 from cluster.gateway.queueing import PRIORITIES
 from cluster.registry.base import Registry
 from kvstore.errors import GenlockError, InvalidInput, Unauthenticated
 from wire.ending import end_tasks
+from wire.watched import WatchedFiles
 
 log = logging.getLogger("genlock.credentials")
 
@@ -35,7 +34,7 @@ class TokenFile:
         self._path = path
         self._now_ms = now_ms
         self._looked_ms = now_ms()
-        self._stamp = self._look()
+        self._file = WatchedFiles(path)
         self._known = self._read()
         self.rejected = 0
 
@@ -43,9 +42,7 @@ class TokenFile:
     def callers(self) -> Mapping[bytes, Caller]:
         if self._now_ms() - self._looked_ms >= FILE_LOOK_MS:
             self._looked_ms = self._now_ms()
-            stamp = self._look()
-            if stamp != self._stamp:
-                self._stamp = stamp
+            if self._file.changed():
                 try:
                     self._known = self._read()
                     log.info("tenants were read again: %d tokens", len(self._known))
@@ -54,21 +51,8 @@ class TokenFile:
                     log.warning("tenants were not read again, the former ones hold: %s", error.message)
         return self._known
 
-    def _look(self) -> tuple[int, int, int]:
-        try:
-            facts = os.stat(self._path)
-        except OSError:
-            return (0, 0, 0)
-        return (facts.st_mtime_ns, facts.st_ino, facts.st_size)
-
     def _read(self) -> Mapping[bytes, Caller]:
-        try:
-            text = Path(self._path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(
-                "bad_tenants_file", f"{self._path} cannot be read: {error}", field="api.tenants_file"
-            ) from error
-        return authenticator_from(text, self._path).callers
+        return authenticator_from(TENANTS_FILE.text(self._path), self._path).callers
 
 
 class RegistryKeys:

@@ -14,10 +14,13 @@ import yaml
 
 from cluster.gateway.queueing import PRIORITIES, Priority
 from kvstore.errors import InvalidInput, PermissionDenied, Unauthenticated
+from kvstore.files import FileReader
 
 DEFAULT_TENANT = "default"
 MAX_TOKEN_CHARS = 4096
 MAX_TENANT_REQUESTS = 65_536
+# Room for a hundred thousand tenants.
+TENANTS_FILE = FileReader("bad_tenants_file", "api.tenants_file", limit=16 << 20)
 _KEYS = frozenset({"tokens_sha256", "operator", "inference", "max_requests", "max_priority"})
 
 

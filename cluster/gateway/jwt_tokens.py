@@ -14,11 +14,11 @@ import re
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cluster.gateway.identity import Caller
 from kvstore.errors import InvalidInput, Unauthenticated
+from kvstore.files import FileReader
 from wire.ending import end_tasks
 
 log = logging.getLogger("genlock.credentials")
@@ -28,6 +28,7 @@ REFRESH_S = 300.0
 SOONEST_S = 30.0
 FETCH_S = 5.0
 MAX_JWKS_BYTES = 1 << 20
+JWKS_FILE = FileReader("bad_jwks", "auth.jwks", limit=MAX_JWKS_BYTES)
 LEEWAY_S = 30
 
 
@@ -132,10 +133,7 @@ class JwtTokens:
             await self.refresh()
 
     def _file(self) -> bytes:
-        try:
-            return Path(self._rules.jwks).read_bytes()
-        except OSError as error:
-            raise InvalidInput("bad_jwks", f"{self._rules.jwks} cannot be read: {error}", field="auth.jwks") from error
+        return JWKS_FILE.data(self._rules.jwks)
 
     def _read(self, data: bytes) -> Mapping[str, Any]:
         """Key id -> key. Raises InvalidInput (`bad_jwks`)."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.roles import MAX_FLEET
 from cluster.settings import KubeConfig
 from kvstore.errors import (
     Conflict,
@@ -24,11 +25,18 @@ from kvstore.errors import (
     PermissionDenied,
     Unavailable,
 )
+from kvstore.files import FileReader
+from wire.watched import WatchedFiles
 
 MAX_ANSWER_BYTES = 32 << 20
-MAX_PODS = 1000
+# The whole fleet in pods of its own, while those that end are still listed.
+MAX_PODS = 2 * MAX_FLEET
 MAX_DETAIL = 300
 PATCH_TYPE = "application/json-patch+json"
+ACCOUNT_FILE = FileReader(
+    "no_service_account", "kube.account_folder", limit=64 << 10,
+    advice="run in a pod with a service account, or set kube.account_folder",
+)  # fmt: skip
 
 
 class KubeClient:
@@ -45,7 +53,8 @@ class KubeClient:
         self._folder = Path(settings.account_folder)
         self._namespace = settings.namespace or self._account("namespace")
         self._session: Any = None
-        self._tls: tuple[tuple[int, int], ssl.SSLContext] | None = None
+        self._authorities = WatchedFiles(str(self._folder / "ca.crt"))
+        self._tls: ssl.SSLContext | None = None
 
     async def cluster(self) -> Mapping[str, Any]:
         """The RayCluster object."""
@@ -123,24 +132,20 @@ class KubeClient:
 
     def _account(self, name: str) -> str:
         path = self._folder / name
-        try:
-            text = path.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise _no_account(path, str(error)) from error
+        text = ACCOUNT_FILE.text(path).strip()
         if not text:
             raise _no_account(path, "it is empty")
         return text
 
     def _context(self) -> ssl.SSLContext:
-        path = self._folder / "ca.crt"
-        try:
-            facts = path.stat()
-            stamp = (facts.st_mtime_ns, facts.st_size)
-            if self._tls is None or self._tls[0] != stamp:
-                self._tls = (stamp, ssl.create_default_context(cafile=str(path)))
-        except OSError as error:  # ssl.SSLError too
-            raise _no_account(path, str(error)) from error
-        return self._tls[1]
+        if self._authorities.changed() or self._tls is None:
+            # Those of before are not trusted any longer where the new ones cannot be read.
+            self._tls = None
+            try:
+                self._tls = ssl.create_default_context(cafile=str(self._folder / "ca.crt"))
+            except OSError as error:  # ssl.SSLError too
+                raise _no_account(self._folder / "ca.crt", str(error)) from error
+        return self._tls
 
 
 def refusal(what: str, status: int, answer: Mapping[str, Any] | None) -> GenlockError:
@@ -170,7 +175,7 @@ def _parsed(raw: bytes) -> Mapping[str, Any] | None:
 
 def _no_account(path: Path, why: str) -> InvalidInput:
     return InvalidInput(
-        "no_service_account",
-        f"{path} cannot be used: {why[:MAX_DETAIL]}; run in a pod with a service account, or set kube.account_folder",
-        field="kube.account_folder",
+        ACCOUNT_FILE.reason,
+        f"{path} cannot be used: {why[:MAX_DETAIL]}; {ACCOUNT_FILE.advice}",
+        field=ACCOUNT_FILE.field,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from kvstore.layout import KvFormat
 from kvstore.receive import PageReceiver
 from kvstore.registry import IncarnationRegistry
 from kvstore.transfer.base import TransferEngine
+from kvstore.transfer.common import monotonic_ms
 from kvstore.transfer.select import make_engine
 from model.attention.select import make_backend
 from model.base import LanguageModel
@@ -59,10 +59,6 @@ PULL_THREADS = 2  # at least
 PROVE_THREADS = LANDING_SLOTS  # no more exchanges run at a time
 LOOP_STOP_MS = 10_000
 CUT_S = 1.0  # a step loop that stands still tells nobody
-
-
-def monotonic_ms() -> int:
-    return int(time.monotonic() * 1000)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import grpc.aio
@@ -28,6 +27,7 @@ from cluster.settings import Config
 from cluster.tls import dialer_of
 from genlock.v1 import operator_pb2_grpc
 from kvstore.errors import InvalidInput, Unavailable
+from wire.clocks import now_ms, unix_ms
 from wire.interceptor import TypedErrors
 from wire.metrics_http import OFF, MetricsServer, reachable
 from wire.options import server_options
@@ -65,13 +65,15 @@ class ControllerService:
     """Controller, its hands on Ray, and the operators' RPCs at one endpoint that the registry names."""
 
     def __init__(self, config: Config, launcher: Launcher, tenants: str = "") -> None:
-        """`tenants`: text of the tenants file, which may not be on this host; without it and any other source of
-        callers, whoever reaches the port is an operator."""
+        """`tenants`: text of the tenants file, which may not be on this host; where none is named and no other source
+        of callers, whoever reaches the port is an operator. Raises InvalidInput."""
         check_alone(config)
         self._config = config
         self._launcher = launcher
         elsewhere = credentials_of(replace(config, api=replace(config.api, tenants_file="")))
-        known = authenticator_from(tenants, config.api.tenants_file) if tenants else None
+        name = config.api.tenants_file
+        # An empty text is a mistake in the file that is named, not the wish to let everybody in.
+        known = authenticator_from(tenants, name) if tenants or name else None
         self._elsewhere = elsewhere
         self._authenticator: Authenticator = (
             Several(known, elsewhere) if known and elsewhere else known or elsewhere or SingleTenant()
@@ -85,14 +87,14 @@ class ControllerService:
 
     async def start(self) -> str:
         config = self._config
-        registry = registry_from(config, lambda: time.monotonic() * 1000)
+        registry = registry_from(config, now_ms)
         room = KubeRoom(config.kube) if config.kube.enabled else None
         controller = make_controller(config, registry, LauncherHands(config, self._launcher, ignore_loss), room)
-        operations = Operations(controller, PolicyScaler(_unix_ms), config.control.autoscale_ms)
+        operations = Operations(controller, PolicyScaler(unix_ms), config.control.autoscale_ms)
         dialer = dialer_of(config.tls)
         # Gateways call it, with the operator's credential in hand: it is a part of the cluster like a worker.
         server = grpc.aio.server(interceptors=(TypedErrors(), *dialer.interceptors()), options=server_options())
-        backend = LocalBackend(FleetOperations(operations, _unix_ms))
+        backend = LocalBackend(FleetOperations(operations, unix_ms))
         service = FleetService(lambda: backend, self._operator)  # type: ignore[abstract]  # the rest is the gateways'
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(service, server)
         checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -155,7 +157,3 @@ def make_ray_service(config: Config, builder: WorkerBuilder, tenants: str) -> Se
     if config.kube.enabled:  # a place may first have to become a pod
         control = replace(control, place_timeout_ms=max(control.place_timeout_ms, config.kube.node_timeout_ms))
     return ControllerService(config, RayLauncher(builder, control=control), tenants)
-
-
-def _unix_ms() -> int:
-    return int(time.time() * 1000)

@@ -9,10 +9,7 @@ from cluster.gateway.jwt_tokens import JwtRules, JwtTokens
 from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
 from kvstore.errors import InvalidInput
-
-
-def _now_ms() -> float:
-    return time.monotonic() * 1000
+from wire.clocks import now_ms
 
 
 def credentials_of(config: Config) -> Credentials | None:
@@ -20,7 +17,7 @@ def credentials_of(config: Config) -> Credentials | None:
     auth, name = config.auth, config.api.tenants_file
     if not (name or auth.registry_keys or auth.issuer):
         return None
-    return Credentials(TokenFile(name, _now_ms) if name else None, _keys(config), _jwt(config))
+    return Credentials(TokenFile(name, now_ms) if name else None, _keys(config), _jwt(config))
 
 
 def _keys(config: Config) -> RegistryKeys | None:
@@ -33,7 +30,7 @@ def _keys(config: Config) -> RegistryKeys | None:
             "or use api.tenants_file",
             field="auth.registry_keys",
         )
-    return RegistryKeys(registry_from(config, _now_ms), config.registry.poll_ms)
+    return RegistryKeys(registry_from(config, now_ms), config.registry.poll_ms)
 
 
 def _jwt(config: Config) -> JwtTokens | None:

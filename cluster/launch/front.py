@@ -9,7 +9,8 @@ from cluster.gateway.served import ServedModel
 from cluster.gateway.server import Gateway
 from cluster.gateway.state import GatewayState
 from cluster.gateway.watch import RegistryWatch
-from cluster.launch.up import Door, Seams, no_report
+from cluster.launch.doors import Door, Doors, Seams
+from cluster.launch.up import no_report
 from cluster.operators.service import RemoteBackend, no_controller
 from cluster.registry.base import Registry
 from cluster.registry.make import is_shared, registry_from
@@ -40,21 +41,23 @@ class Front:
                 field="registry.url",
             )
         self.config = config
-        self.url = ""
         self._load_served = load_served
         self._seams = seams or Seams()
         self._report = report
-        self._make_door = make_door
+        self._doors = Doors(config, self._seams, make_door)
         self._registry = registry or registry_from(config, self._seams.sources.now_ms)
-        self._gateway: Gateway | None = None
         self._watch: RegistryWatch | None = None
-        self._door: Door | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the door beside gRPC; "" where there is none."""
+        return self._doors.url
 
     @property
     def gateway(self) -> Gateway:
         """There once `start` has returned."""
-        assert self._gateway is not None
-        return self._gateway
+        assert self._doors.gateway is not None
+        return self._doors.gateway
 
     async def start(self) -> str:
         """Returns the endpoint at once, also while the registry is away or empty; its health says NOT_SERVING until a
@@ -68,32 +71,17 @@ class Front:
     async def stop(self, grace_ms: int | None = None) -> None:
         """Refuses new requests and lets running ones end within the grace. Workers stay."""
         grace_ms = self.config.workers.drain_timeout_ms if grace_ms is None else grace_ms
-        gateway, self._gateway = self._gateway, None
         watch, self._watch = self._watch, None
-        door, self._door = self._door, None
         try:
             if watch is not None:
                 await watch.stop()
-            if gateway is not None:
-                await gateway.stop(grace_ms)
         finally:
-            if door is not None:
-                await door.stop()
+            await self._doors.close(grace_ms)
 
     async def _start(self) -> str:
         self._report(f"loading the tokenizer of {self.config.model.name}")
         served = await self._load_served(self.config)
-        gateway = self._gateway = Gateway(
-            self.config,
-            served,
-            self._seams.sources,
-            authenticator=self._seams.authenticator,
-            checks=self._seams.stream_checks,
-        )
-        endpoint = await gateway.start()
-        if self._make_door is not None:
-            self._door = self._make_door(gateway.state)
-            self.url = await self._door.start()
+        gateway, endpoint = await self._doors.open(served)
         watch = self._watch = RegistryWatch(gateway.state, self._registry)
         await watch.look()
         watch.start()

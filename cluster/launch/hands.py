@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from cluster.registry.make import is_shared
 from cluster.roles import Role
 from cluster.settings import Config
 from cluster.tls import dialer_of
+from wire.clocks import now_ms, unix_ms
 
 
 def spec_of(config: Config, role: Role, worker_id: str) -> WorkerSpec:
@@ -105,6 +105,6 @@ def make_controller(config: Config, registry: Registry, hands: LauncherHands, ro
         feed_ttl_ms=0 if is_shared(config) else config.registry.ttl_ms,
         room_ms=config.kube.sync_ms,
     )
-    clocks = Clocks(lambda: time.monotonic() * 1000, lambda: int(time.time() * 1000))
+    clocks = Clocks(now_ms, unix_ms)
     seed = (workers.prefill, workers.decode)
     return Controller(policy_of(config), times, registry, hands, GrpcAsker(dialer_of(config.tls)), clocks, seed, room)

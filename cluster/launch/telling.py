@@ -4,7 +4,6 @@ feed."""
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 
 from cluster.launch.spec import WorkerSpec
@@ -13,6 +12,7 @@ from cluster.registry.make import is_shared, registry_from
 from cluster.registry.records import WorkerRecord
 from cluster.registry.tell import record_of
 from genlock.v1 import worker_pb2
+from wire.clocks import now_ms, unix_ms
 
 
 def heartbeat_of(
@@ -23,21 +23,13 @@ def heartbeat_of(
     if not is_shared(config):
         return None
     node = config.registry.node or socket.gethostname()
-    started_ms = _unix_ms()
+    started_ms = unix_ms()
 
     def record() -> WorkerRecord:
         return record_of(
             facts(), endpoint(), node=node, pod=config.registry.pod,
-            told_ms=_unix_ms(), started_ms=started_ms, stall_ms=config.workers.stall_ms,
+            told_ms=unix_ms(), started_ms=started_ms, stall_ms=config.workers.stall_ms,
         )  # fmt: skip
 
-    registry = registry_from(config, _monotonic_ms)
-    return Heartbeat(registry, record, config.registry.ttl_ms, _monotonic_ms)
-
-
-def _unix_ms() -> int:
-    return int(time.time() * 1000)
-
-
-def _monotonic_ms() -> float:
-    return time.monotonic() * 1000
+    registry = registry_from(config, now_ms)
+    return Heartbeat(registry, record, config.registry.ttl_ms, now_ms)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.autoscale.scaler import Scaler
 from cluster.config import with_secret
@@ -21,11 +18,11 @@ from cluster.control.metrics import ControllerCollector, read_controller
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
 from cluster.control.state import Ended, Found, State
-from cluster.gateway.identity import Authenticator
-from cluster.gateway.served import ServedModel, Sources, StreamChecks
+from cluster.gateway.served import ServedModel
 from cluster.gateway.server import Gateway
 from cluster.gateway.state import GatewayState
 from cluster.gateway.watch import RegistryWatch
+from cluster.launch.doors import Door, Doors, Seams
 from cluster.launch.hands import LauncherHands, make_controller, spec_of
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
@@ -36,35 +33,13 @@ from cluster.registry.make import registry_from
 from cluster.roles import Role
 from cluster.settings import Config
 from kvstore.errors import NotFound
+from wire.clocks import unix_ms
 
 READY_TIMEOUT_MS = 30_000
 
 
 def no_report(_text: str) -> None:
     """For callers that do not want to hear."""
-
-
-@dataclass(frozen=True)
-class Seams:
-    """What tests replace."""
-
-    sources: Sources = field(
-        default_factory=lambda: Sources(now_ms=lambda: time.monotonic() * 1000, random_bytes=os.urandom)
-    )
-    authenticator: Authenticator | None = None
-    stream_checks: StreamChecks = field(default_factory=StreamChecks)
-
-
-class Door(Protocol):
-    """Another way into a gateway's request path, beside gRPC."""
-
-    async def start(self) -> str:
-        """Listens; returns the URL, "" where the configuration has it off. Raises Unavailable."""
-        ...
-
-    async def stop(self) -> None:
-        """After the gateway has drained."""
-        ...
 
 
 class Cluster:
@@ -87,10 +62,7 @@ class Cluster:
         self.launcher = launcher
         self._load_served = load_served
         self._report = report
-        self._make_door = make_door
-        self._door: Door | None = None
-        self.url = ""
-        self._gateway: Gateway | None = None
+        self._doors = Doors(self.config, self._seams, make_door)
         self._controller: Controller | None = None
         self._operations: Operations | None = None
         self._watch: RegistryWatch | None = None
@@ -99,10 +71,15 @@ class Cluster:
         self._early: list[tuple[str, str]] = []
 
     @property
+    def url(self) -> str:
+        """Of the door beside gRPC; "" where there is none."""
+        return self._doors.url
+
+    @property
     def gateway(self) -> Gateway:
         """There once `start` has returned."""
-        assert self._gateway is not None
-        return self._gateway
+        assert self._doors.gateway is not None
+        return self._doors.gateway
 
     @property
     def operations(self) -> Operations:
@@ -121,15 +98,10 @@ class Cluster:
     async def stop(self, grace_ms: int | None = None) -> None:
         """Refuses new requests, lets running ones end within the grace, then stops gateway, workers and launcher."""
         grace_ms = self.config.workers.drain_timeout_ms if grace_ms is None else grace_ms
-        gateway, self._gateway = self._gateway, None
-        door, self._door = self._door, None
         try:
             try:
-                if gateway is not None:
-                    await gateway.stop(grace_ms)
+                await self._doors.close(grace_ms)
             finally:
-                if door is not None:
-                    await door.stop()
                 worker_ids = await self._stop_control()
             # Decode first: it releases what prefill keeps for it.
             for role in (Role.DECODE, Role.PREFILL):
@@ -155,18 +127,7 @@ class Cluster:
         await self.launcher.open(specs)
         self._report(f"loading {config.model.name} in {len(specs)} workers and its tokenizer in the gateway")
         served, endpoints = await self._load_all(specs)
-        gateway = Gateway(
-            config,
-            served,
-            self._seams.sources,
-            authenticator=self._seams.authenticator,
-            checks=self._seams.stream_checks,
-        )
-        self._gateway = gateway
-        endpoint = await gateway.start()
-        if self._make_door is not None:
-            self._door = self._make_door(gateway.state)
-            self.url = await self._door.start()
+        gateway, endpoint = await self._doors.open(served)
         for spec, worker_endpoint in zip(specs, endpoints, strict=True):
             gateway.add_worker(spec.worker_id, spec.role, worker_endpoint)
         await gateway.wait_ready(READY_TIMEOUT_MS)
@@ -214,14 +175,15 @@ class Cluster:
 
     def _follow(self, before: State, after: State) -> None:
         """The gateway hears of a new place at once; of cordons and of those that left it reads in the registry."""
+        gateway = self._doors.gateway
         for row in after.rows.values():
             known = before.rows.get(row.worker_id)
-            if self._gateway is None or not row.endpoint or (known is not None and known.endpoint == row.endpoint):
+            if gateway is None or not row.endpoint or (known is not None and known.endpoint == row.endpoint):
                 continue
-            routed = self._gateway.state.fleet.workers.get(row.worker_id)
+            routed = gateway.state.fleet.workers.get(row.worker_id)
             if routed is None or routed.endpoint != row.endpoint:
                 self._report(f"{row.worker_id} is up at {row.endpoint}")
-                self._gateway.add_worker(row.worker_id, row.role, row.endpoint)
+                gateway.add_worker(row.worker_id, row.role, row.endpoint)
 
     async def _load_all(self, specs: list[WorkerSpec]) -> tuple[ServedModel, list[str]]:
         """Starts all workers and loads the tokenizer at once. The first failure cancels the others, which then remove
@@ -249,9 +211,10 @@ class Cluster:
 
     def _tell_gateway(self, worker_id: str, detail: str) -> None:
         """The gateway may have dropped the worker already: it did not answer, and the registry had forgotten it."""
-        if self._gateway is not None:
+        gateway = self._doors.gateway
+        if gateway is not None:
             with contextlib.suppress(NotFound):
-                self._gateway.worker_lost(worker_id, detail)
+                gateway.worker_lost(worker_id, detail)
 
     def _first_lost(self, worker_id: str, detail: str) -> None:
         """The end of a worker of the first start."""
@@ -264,10 +227,6 @@ class Cluster:
             self._early.append((worker_id, detail))
         else:
             controller.hear(Ended(worker_id, controller.row(worker_id).life, detail))
-
-
-def unix_ms() -> int:
-    return int(time.time() * 1000)
 
 
 def _arrivals(state: GatewayState) -> Callable[[], float]:

@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 
 from kvstore.errors import InvalidInput, NotFound, Unavailable
+from kvstore.files import FileReader
 
 # Beside the rooms, in a checkout and as installed alike.
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
-MAX_VALUES_BYTES = 1 << 20
+VALUES_FILE = FileReader("bad_values", "values")
 INSTALL = "pip install 'helm-python-sdk==0.2.2'"
 # Kubernetes names of releases and namespaces; the release's name is a prefix of longer ones.
 MAX_NAME = 40
@@ -67,10 +68,8 @@ def values_path(name: str, deploy: Path = DEPLOY) -> Path:
 def read_values(path: Path) -> Values:
     """Raises InvalidInput for what is not a mapping in YAML."""
     try:
-        if path.stat().st_size > MAX_VALUES_BYTES:
-            raise InvalidInput("bad_values", f"{path} is longer than {MAX_VALUES_BYTES} bytes", field="values")
-        tree = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        tree = yaml.safe_load(VALUES_FILE.text(path))
+    except (yaml.YAMLError, RecursionError) as error:
         where = " ".join(str(error).split())[:300]
         raise InvalidInput("bad_values", f"{path} cannot be read: {where}", field="values") from error
     if tree is None:

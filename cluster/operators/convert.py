@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from cluster.control.api import Change, FleetView, NodeRow, WorkerRow
 from cluster.registry.records import Event
+from cluster.roles import MAX_FLEET
 from genlock.v1 import operator_pb2 as pb
-from genlock.v1 import worker_pb2
 from kvstore.errors import InvalidInput
 
 MAX_KEY_CHARS = 128
 MAX_REASON_CHARS = 512
-MAX_NAMES = 512
+MAX_NAMES = MAX_FLEET
 MAX_NAME_CHARS = 128
 
 
@@ -82,8 +82,8 @@ def worker_message(row: WorkerRow) -> pb.FleetWorker:
         restarts=row.restarts,
         drain_left_ms=row.drain_left_ms,
     )
-    if row.status:
-        message.status.CopyFrom(worker_pb2.WorkerStatus.FromString(row.status))
+    if row.status is not None:
+        message.status.CopyFrom(row.status)
     return message
 
 

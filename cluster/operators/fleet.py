@@ -22,6 +22,7 @@ from cluster.operators.convert import (
     node_message,
     worker_message,
 )
+from cluster.roles import MAX_WORKERS
 from genlock.v1 import operator_pb2 as pb
 from kvstore.errors import InvalidInput, NotFound
 
@@ -29,7 +30,6 @@ DEFAULT_LIMIT = 100
 MAX_LIMIT = 10_000
 WATCH_POLL_S = 0.3
 MAX_APPLY_CHARS = 65_536
-MAX_WORKERS = 4096
 # What a text that is applied may name.
 APPLIED = ("prefill", "decode", "autoscale")
 
@@ -51,16 +51,18 @@ class FleetOperations:
         return await operation(request, actor)
 
     async def watch(self, request: pb.ListEventsRequest, _actor: str) -> AsyncIterator[pb.FleetEvent]:
-        """Events as they come, for ever."""
-        after = request.after
+        """Events as they come, for ever: first those that are kept, the oldest first."""
+        after = at_least(request.after, 0, "after")
         while True:
-            page = await self.list_events(
-                pb.ListEventsRequest(after=after, limit=MAX_LIMIT, since_ms=request.since_ms), ""
-            )
-            for event in page.events:
+            page = await self._control.events(after, MAX_LIMIT)
+            oldest_ms = self._oldest_ms(request)
+            for event in page:
+                # Those that are too old are passed for good, else they would be read again with each look.
                 after = event.sequence
-                yield event
-            await asyncio.sleep(WATCH_POLL_S)
+                if event.at_ms >= oldest_ms:
+                    yield event_message(event)
+            if len(page) < MAX_LIMIT:
+                await asyncio.sleep(WATCH_POLL_S)
 
     async def get_fleet(self, _request: pb.GetFleetRequest, _actor: str) -> pb.FleetView:
         return fleet_message(await self._control.view())
@@ -70,13 +72,14 @@ class FleetOperations:
 
     async def list_events(self, request: pb.ListEventsRequest, _actor: str) -> pb.ListEventsResponse:
         limit = min(MAX_LIMIT, at_least(request.limit, 0, "limit") or DEFAULT_LIMIT)
-        oldest_ms = self._now_ms() - request.since_ms if request.since_ms else 0
-        # The last ones, where no start is named.
-        events = await self._control.events(at_least(request.after, 0, "after"), MAX_LIMIT)
+        oldest_ms = self._oldest_ms(request)
+        if at_least(request.after, 0, "after"):
+            # A whole batch: those that are too old do not count into the page.
+            events = await self._control.events(request.after, MAX_LIMIT if request.since_ms else limit)
+        else:
+            events = await self._control.last_events(limit)
         recent = [event for event in events if event.at_ms >= oldest_ms]
-        return pb.ListEventsResponse(
-            events=[event_message(event) for event in (recent[:limit] if request.after else recent[-limit:])]
-        )
+        return pb.ListEventsResponse(events=[event_message(event) for event in recent[:limit]])
 
     async def describe_worker(self, request: pb.DescribeWorkerRequest, _actor: str) -> pb.DescribeWorkerResponse:
         view = await self._control.view()
@@ -84,7 +87,7 @@ class FleetOperations:
         if request.worker_id not in rows:
             known = ", ".join(sorted(rows)) or "none"
             raise NotFound("unknown_worker", f"no worker {request.worker_id[:64]!r}; known: {known}", field="worker_id")
-        events = await self._control.events(0, MAX_LIMIT)
+        events = await self._control.last_events(MAX_LIMIT)
         own = [event_message(event) for event in events if event.subject == request.worker_id]
         return pb.DescribeWorkerResponse(worker=worker_message(rows[request.worker_id]), events=own[-DEFAULT_LIMIT:])
 
@@ -173,7 +176,10 @@ class FleetOperations:
     async def explain_autoscale(self, request: pb.ExplainAutoscaleRequest, _actor: str) -> pb.ExplainAutoscaleResponse:
         limit = min(MAX_LIMIT, at_least(request.limit, 0, "limit") or 10)
         kept = await self._control.decisions(limit)
-        return pb.ExplainAutoscaleResponse(decisions=[pb.AutoscaleDecision.FromString(one) for one in kept])
+        return pb.ExplainAutoscaleResponse(decisions=kept)
+
+    def _oldest_ms(self, request: pb.ListEventsRequest) -> float:
+        return self._now_ms() - request.since_ms if request.since_ms else 0
 
     async def _cordon(self, request: pb.CordonRequest, actor: str, on: bool) -> pb.FleetView:
         workers, nodes = _targets(request)
@@ -193,7 +199,7 @@ class FleetOperations:
             revision=desired.revision,
         )
         for newest in await self._control.decisions(1):
-            message.last.CopyFrom(pb.AutoscaleDecision.FromString(newest))
+            message.last.CopyFrom(newest)
         return message
 
 

@@ -55,7 +55,11 @@ class Registry(Protocol):
         ...
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
-        """Events with a higher sequence number than `after`, oldest first, at most `limit`."""
+        """Events with a higher sequence number than `after`, oldest first, at most `limit` and MAX_EVENT_BATCH."""
+        ...
+
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        """The newest events, oldest of them first, at most `limit` and MAX_EVENT_BATCH. Reads no others."""
         ...
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:

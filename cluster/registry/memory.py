@@ -12,6 +12,7 @@ from cluster.registry.rules import (
     MAX_ANSWERS,
     MAX_EVENT_BATCH,
     MAX_KEYS,
+    MAX_RECORDS,
     check_answer,
     check_ttl,
     check_worker,
@@ -26,10 +27,9 @@ from cluster.registry.rules import (
 class MemoryRegistry(Registry):
     """`now_ms`: any clock that does not go back, in milliseconds."""
 
-    def __init__(self, now_ms: Callable[[], float], event_limit: int = 10_000, max_workers: int = 4096) -> None:
+    def __init__(self, now_ms: Callable[[], float], event_limit: int = 10_000) -> None:
         self._now_ms = now_ms
         self._event_limit = event_limit
-        self._max_workers = max_workers
         # Each value with the time when it goes.
         self._workers: dict[str, tuple[WorkerRecord, float]] = {}
         self._answers: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
@@ -56,8 +56,8 @@ class MemoryRegistry(Registry):
         kept = self._workers.get(record.worker_id)
         if kept is not None and not takes_over(record, kept[0]):
             return
-        if kept is None and len(self._workers) >= self._max_workers:
-            raise too_many_workers(self._max_workers)
+        if kept is None and len(self._workers) >= MAX_RECORDS:
+            raise too_many_workers()
         self._workers[record.worker_id] = (record, self._now_ms() + ttl_ms)
 
     async def remove_worker(self, worker_id: str, incarnation: int) -> None:
@@ -100,6 +100,10 @@ class MemoryRegistry(Registry):
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         newer = [event for event in self._events if event.sequence > after]
         return tuple(newer[: max(0, min(limit, MAX_EVENT_BATCH))])
+
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        count = min(limit, MAX_EVENT_BATCH)
+        return tuple(self._events[-count:]) if count > 0 else ()
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.rules import (
     MAX_EVENT_BATCH,
     MAX_KEYS,
+    MAX_RECORDS,
     check_answer,
     check_ttl,
     check_worker,
@@ -39,7 +40,6 @@ from cluster.registry.rules import (
 from cluster.settings import RegistryConfig
 from kvstore.errors import InvalidInput, Unavailable
 
-MAX_WORKERS = 4096
 MAX_CALLS = 8  # at once; more wait
 ATTEMPTS = 2
 RETRY_PAUSE_S = 0.02
@@ -80,10 +80,10 @@ class RedisRegistry(Registry):
         text = codec.encode_worker(record)
         kept = await self._eval(
             scripts.PUT_WORKER, ("workers", "expiry"),
-            record.worker_id, text, ttl_ms, record.incarnation, record.started_ms, MAX_WORKERS,
+            record.worker_id, text, ttl_ms, record.incarnation, record.started_ms, MAX_RECORDS,
         )  # fmt: skip
         if kept == -1:
-            raise too_many_workers(MAX_WORKERS)
+            raise too_many_workers()
 
     async def remove_worker(self, worker_id: str, incarnation: int) -> None:
         await self._eval(scripts.REMOVE_WORKER, ("workers", "expiry"), worker_id, incarnation)
@@ -127,12 +127,13 @@ class RedisRegistry(Registry):
         if count < 1:
             return ()
         key, first = self._key("events"), f"{max(0, after) + 1}-0"
-        entries = await self._call(lambda: self._redis.xrange(key, first, "+", count))
-        out = []
-        for entry_id, fields in entries:
-            text, sequence = fields.get(b"event", b""), int(entry_id.split(b"-")[0])
-            out.append(self._read(partial(codec.decode_event, text, sequence)))
-        return tuple(event for event in out if event is not None)
+        return self._events(await self._call(lambda: self._redis.xrange(key, first, "+", count)))
+
+    async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
+        count, key = min(limit, MAX_EVENT_BATCH), self._key("events")
+        if count < 1:
+            return ()
+        return self._events(reversed(await self._call(lambda: self._redis.xrevrange(key, "+", "-", count))))
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)
@@ -159,6 +160,14 @@ class RedisRegistry(Registry):
         return bool(await self._call(lambda: self._redis.hdel(self._key("keys"), digest)))
 
     # --- the server ---------------------------------------------------------------------------------------------
+
+    def _events(self, entries: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[Event, ...]:
+        """Those entries of the stream that can be read."""
+        out = []
+        for entry_id, fields in entries:
+            text, sequence = fields.get(b"event", b""), int(entry_id.split(b"-")[0])
+            out.append(self._read(partial(codec.decode_event, text, sequence)))
+        return tuple(event for event in out if event is not None)
 
     async def _stored(self) -> tuple[Desired, int]:
         """What is wanted, and the revision that is kept even where the state cannot be read."""

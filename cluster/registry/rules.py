@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from cluster.registry.records import WorkerRecord
+from cluster.roles import MAX_FLEET
 from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from kvstore.ids import INCARNATION_BITS
 
+# Records of workers: those whose life ended without a word stay until their time is out.
+MAX_RECORDS = 4 * MAX_FLEET
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 4096
 MAX_ANSWER_BYTES = 1 << 20
@@ -39,8 +42,8 @@ def too_many_keys() -> NoCapacity:
     return NoCapacity("too_many_keys", f"the registry keeps at most {MAX_KEYS} API keys: revoke some")
 
 
-def too_many_workers(limit: int) -> NoCapacity:
-    return NoCapacity("too_many_workers", f"{limit} workers are registered already", field="worker_id")
+def too_many_workers() -> NoCapacity:
+    return NoCapacity("too_many_workers", f"{MAX_RECORDS} workers are registered already", field="worker_id")
 
 
 def check_worker(record: WorkerRecord) -> None:

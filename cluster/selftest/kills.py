@@ -18,9 +18,10 @@ import grpc.aio
 from cluster.config import load
 from cluster.gateway.served import ServedModel, StreamChecks
 from cluster.launch.build import BuiltWorker, WorkerTuning
+from cluster.launch.doors import Seams
 from cluster.launch.ray_launcher import RayLauncher
 from cluster.launch.spec import WorkerSpec
-from cluster.launch.up import Cluster, Seams
+from cluster.launch.up import Cluster
 from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject
 from cluster.selftest.rows import Observed, Row
 from genlock.v1 import operator_pb2, operator_pb2_grpc, worker_pb2, worker_pb2_grpc

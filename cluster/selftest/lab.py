@@ -18,7 +18,7 @@ import grpc.aio
 from cluster.config import load
 from cluster.gateway.served import GatewayTokenizer, ServedModel, Sources, StreamChecks
 from cluster.gateway.server import Gateway
-from cluster.launch.build import BuiltWorker, WorkerTuning, monotonic_ms
+from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from cluster.selftest.injector import Injector
@@ -30,11 +30,13 @@ from kvstore.errors import GenlockError
 from kvstore.guard import Guard
 from kvstore.ids import PageRef
 from kvstore.layout import KvFormat
+from kvstore.transfer.common import monotonic_ms
 from model.base import LanguageModel
 from model.load import load_model
 from model.sampling import SamplingParams
 from prefill.engine import PrefillEngine
 from sim.oracle import Oracle
+from wire.clocks import now_ms
 from wire.errors import from_rpc
 from wire.options import open_channel
 
@@ -205,7 +207,7 @@ class Lab:
         await self.decode.start()
         served = ServedModel(self.subject.model.info, self.subject.tokenizer)
         self.gateway = Gateway(
-            self.config, served, Sources(now_ms=monotonic_ms, random_bytes=os.urandom),
+            self.config, served, Sources(now_ms=now_ms, random_bytes=os.urandom),
             checks=StreamChecks(require_finished=self.checks.stream_end, require_all_tokens=self.checks.stream_end),
         )  # fmt: skip
         endpoint = await self.gateway.start()

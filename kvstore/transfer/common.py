@@ -66,7 +66,7 @@ class PageDigester(Protocol):
 
 
 def monotonic_ms() -> int:
-    """The clock of engines that run live."""
+    """The clock of workers and engines that run live."""
     return time.monotonic_ns() // 1_000_000
 
 

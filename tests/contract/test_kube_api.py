@@ -349,6 +349,7 @@ async def test_the_server_must_show_a_certificate_of_the_accounts_ca(tmp_path):
         (account / "ca.crt").write_bytes(ours.ca.read_bytes() + b"\n")
         assert (await client.cluster())["metadata"]["name"] == "genlock"
         (account / "ca.crt").unlink()
-        with pytest.raises(InvalidInput, match=r"ca\.crt"):
-            await client.cluster()
+        for _again in range(2):
+            with pytest.raises(InvalidInput, match=r"ca\.crt"):
+                await client.cluster()
         await client.close()

@@ -10,12 +10,13 @@ from types import MappingProxyType
 import pytest
 import pytest_asyncio
 
+from cluster.registry import memory, redis
 from cluster.registry.base import Registry
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.redis import RedisRegistry
 from cluster.roles import Role
-from kvstore.errors import Conflict, InvalidInput
+from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from tests.support.valkey import Valkey
 
 EVENT_LIMIT = 20
@@ -123,6 +124,23 @@ async def test_a_record_that_names_nothing_is_refused(world: World, field: str) 
     assert await world.registry.workers() == ()
 
 
+async def test_a_registry_that_is_full_takes_no_new_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, redis):
+        monkeypatch.setattr(module, "MAX_RECORDS", 2)
+    one, two, three = (replace(RECORD, worker_id=name) for name in ("one", "two", "three"))
+    await world.registry.put_worker(one, 300)
+    await world.registry.put_worker(two, 60_000)
+    with pytest.raises(NoCapacity) as caught:
+        await world.registry.put_worker(three, 60_000)
+    assert caught.value.reason == "too_many_workers"
+    told = replace(two, running=7)
+    await world.registry.put_worker(told, 60_000)
+    assert await world.registry.workers() == (one, told)
+    await world.wait(350)
+    await world.registry.put_worker(three, 60_000)
+    assert await world.registry.workers() == (three, told)
+
+
 async def test_what_is_wanted_is_kept_whole(world: World) -> None:
     wanted = Desired(
         0, 2, 3, frozenset({"decode-1", "prefill-0"}), "prefill: {min: 1}", True, 4, "10.0.0.1:7",
@@ -178,10 +196,24 @@ async def test_events_are_numbered_bounded_and_read_in_order(world: World) -> No
     assert await world.registry.events(limit=0) == ()
 
 
+async def test_the_last_events_are_read_without_those_before(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await world.registry.last_events() == ()
+    kept = [await world.registry.append_event(replace(EVENT, message=str(n))) for n in range(EVENT_LIMIT + 5)]
+    assert await world.registry.last_events(3) == tuple(kept[-3:])
+    assert await world.registry.last_events(1000) == tuple(kept[5:])
+    assert await world.registry.last_events(0) == ()
+    assert await world.registry.last_events(-1) == ()
+    for module in (memory, redis):
+        monkeypatch.setattr(module, "MAX_EVENT_BATCH", 4)
+    assert await world.registry.last_events(1000) == tuple(kept[-4:])
+    assert await world.registry.events(limit=1000) == tuple(kept[5:9])
+
+
 async def test_an_event_comes_back_as_it_was(world: World) -> None:
     kept = await world.registry.append_event(EVENT)
     assert kept == replace(EVENT, sequence=kept.sequence)
     assert await world.registry.events() == (kept,)
+    assert await world.registry.last_events() == (kept,)
 
 
 async def test_the_first_answer_under_a_key_stays(world: World) -> None:

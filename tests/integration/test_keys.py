@@ -13,8 +13,9 @@ import pytest_asyncio
 
 from cluster.cli.main import FAILED, OK, USAGE, run
 from cluster.launch.credentials import credentials_of
+from cluster.launch.doors import Seams
 from cluster.launch.launcher import InProcessLauncher
-from cluster.launch.up import Cluster, Seams
+from cluster.launch.up import Cluster
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import PermissionDenied, Unauthenticated

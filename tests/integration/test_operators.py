@@ -11,8 +11,9 @@ import grpc.aio
 import pytest
 
 from cluster.gateway.identity import BearerTenants, Caller
+from cluster.launch.doors import Seams
 from cluster.launch.launcher import InProcessLauncher
-from cluster.launch.up import Cluster, Seams
+from cluster.launch.up import Cluster
 from genlock.v1 import inference_pb2, inference_pb2_grpc
 from genlock.v1 import operator_pb2 as pb
 from genlock.v1 import operator_pb2_grpc as services

@@ -13,7 +13,7 @@ from cluster.config import load
 from cluster.gateway.operator import OperatorService
 from cluster.gateway.served import ServedModel, Sources
 from cluster.gateway.server import Gateway
-from cluster.launch.build import BuiltWorker, WorkerTuning, monotonic_ms
+from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject, load_subject
@@ -23,6 +23,7 @@ from kvstore.layout import HEADER_BYTES
 from kvstore.transfer.base import TransferEngine
 from kvstore.transfer.faults import BitFlip, TransferFaults, TransferInfo
 from kvstore.transfer.faulty import FaultyEngine
+from wire.clocks import now_ms
 from wire.errors import from_rpc
 from wire.options import open_channel
 
@@ -82,7 +83,7 @@ class Stage:
 
     async def open(self, *names: str) -> None:
         served = ServedModel(self.subject.model.info, self.subject.tokenizer)
-        self.gateway = Gateway(self.config, served, Sources(now_ms=monotonic_ms, random_bytes=os.urandom))
+        self.gateway = Gateway(self.config, served, Sources(now_ms=now_ms, random_bytes=os.urandom))
         endpoint = await self.gateway.start()
         for name in names:
             worker = self.workers[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from cluster.control.api import NodeRow
@@ -16,6 +15,7 @@ from cluster.registry.memory import MemoryRegistry
 from cluster.roles import Role
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError, NoCapacity, NotFound, Unavailable
+from wire.clocks import now_ms, unix_ms
 
 POLICY = Policy(
     start_ms=2000, drain_ms=1500, open_ms=20, stop_ms=500, backoff_ms=20, backoff_cap_ms=80, healthy_ms=10_000,
@@ -23,10 +23,6 @@ POLICY = Policy(
 )  # fmt: skip
 TIMES = Times(reconcile_ms=10, poll_ms=10, poll_timeout_ms=200, feed_ttl_ms=2000)
 WAIT_MS = 10_000
-
-
-def now_ms() -> float:
-    return time.monotonic() * 1000
 
 
 class FakeFleet:
@@ -117,7 +113,7 @@ class World:
     ) -> None:  # fmt: skip
         self.fleet = fleet or FakeFleet()
         self.registry = registry or MemoryRegistry(now_ms)
-        clocks = Clocks(now_ms, lambda: int(time.time() * 1000))
+        clocks = Clocks(now_ms, unix_ms)
         self.controller = Controller(policy, TIMES, self.registry, self.fleet, self.fleet, clocks, seed)
         self.operations = Operations(self.controller)
 

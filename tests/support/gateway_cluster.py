@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from tests.support.fake_workers import (
     served_model,
 )
 from wire.calls import responses
+from wire.clocks import now_ms
 
 
 def counting_bytes():
@@ -50,7 +50,7 @@ async def cluster(
 ) -> AsyncIterator[SimpleNamespace]:
     workers = [FakeWorker(f"decode-{index}", Role.DECODE, script) for index in range(decoders)]
     workers.append(FakeWorker("prefill-0", Role.PREFILL, script))
-    sources = Sources(now_ms=lambda: time.monotonic() * 1000, random_bytes=counting_bytes())
+    sources = Sources(now_ms=now_ms, random_bytes=counting_bytes())
     gateway = Gateway(config(**flags), served_model(tokenizer), sources, checks=checks, authenticator=authenticator)
     endpoint = await gateway.start()
     channel = grpc.aio.insecure_channel(endpoint, options=[("grpc.max_send_message_length", 64 << 20)])

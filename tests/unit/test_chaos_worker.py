@@ -12,8 +12,8 @@ import pytest
 from cluster.chaos import network
 from cluster.chaos.arena import unsettled
 from cluster.chaos.worker import LOG_EVERY_TURNS, Switch, Switchboard, _Clock, _Foreign
-from cluster.launch.build import monotonic_ms
 from genlock.v1 import worker_pb2
+from kvstore.transfer.common import monotonic_ms
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from cluster.control.state import Phase
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired
 from cluster.roles import Role
+from genlock.v1 import operator_pb2
 from kvstore.errors import Conflict, InvalidInput, NoCapacity, NotFound, Refused, Unavailable
 from tests.support.control_world import POLICY, FakeFleet, World, now_ms
 from wire.ending import end_tasks
@@ -27,7 +28,8 @@ async def test_a_fleet_starts_settles_and_is_registered():
         await world.settled()
         view = await world.operations.view()
         assert [row.worker_id for row in view.workers] == ["decode-0", "decode-1", "prefill-0"]
-        assert all(row.phase == "READY" and row.status and row.node == "node-a" for row in view.workers)
+        assert all(row.phase == "READY" and row.node == "node-a" for row in view.workers)
+        assert all(row.status is not None and row.status.worker_id == row.worker_id for row in view.workers)
         assert (view.desired.controller_starts, view.settled, view.reason) == (1, True, "")
         await world.until(lambda _s: len(world.registry._workers) == 3, "records")
         events = await world.operations.events()
@@ -269,11 +271,12 @@ async def test_cordon_is_kept_and_taken_back():
 
 async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
     asked = asyncio.Event()
+    record = operator_pb2.AutoscaleDecision(reasons=["backlog"])
 
     class Scaler:
         def decide(self, view, now_ms):
             asked.set()
-            return Verdict(None, 3, "backlog", b"d")
+            return Verdict(None, 3, "backlog", record)
 
     async with World() as world:
         await world.settled()
@@ -287,7 +290,7 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
         await operations.set_autoscale("bounds: {}", False, ME)
         await world.until(lambda s: len(s.of(Role.DECODE)) == 3)
         await world.settled()
-        assert (await operations.decisions(1)) == (b"d",)
+        assert (await operations.decisions(1)) == (record,)
         events = await operations.events(0, 1000)
         assert [(e.actor, e.reason) for e in events if e.kind == "scale" and e.subject == "fleet"] == [
             ("autoscaler", "backlog")
