@@ -50,7 +50,17 @@ class Ended:
     facts: RequestFacts
 
 
-Sink = Callable[["SampledToken | Ended | GenlockError"], None]
+@dataclass(frozen=True)
+class Started:
+    """The handoff is complete; told once, before the first token."""
+
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+
+
+Sink = Callable[["SampledToken | Started | Ended | GenlockError"], None]
 
 
 @dataclass
@@ -287,5 +297,6 @@ class DecodeEngine:
         if not start.ticket.generated_tokens:  # a later attempt may find its own answer in the cache
             facts.cached_tokens = result.cached_tokens
             self.load.first_token(facts.queue_ms + facts.prefill_ms + facts.transfer_ms)
+            live.sink(Started(facts.cached_tokens, facts.queue_ms, facts.prefill_ms, facts.transfer_ms))
         facts.pages_received += result.pages if result.verified else 0
         self._deliver(self.core.joined(start.request_no, result.first, self._clock()))

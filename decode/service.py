@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from decode.engine import DecodeEngine, Ended
+from decode.engine import DecodeEngine, Ended, Sink, Started
 from decode.peers import PeerVerdict
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, InvalidInput
@@ -102,13 +103,19 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             raise InvalidInput("bad_deadline", "left_ms must not be negative", field="left_ms")
         left_ms = min(request.left_ms or MAX_DEADLINE_MS, MAX_DEADLINE_MS)
 
-        def sink(event: SampledToken | Ended | GenlockError) -> None:  # on the step thread
-            tell(self._finished(event) if isinstance(event, Ended) else event)
-
         request_no = await self._engine.submit(
-            ticket, request.prefill_endpoint, request.prefill_worker, self._clock() + left_ms, sink, trail
+            ticket, request.prefill_endpoint, request.prefill_worker, self._clock() + left_ms, self._sink(tell), trail
         )
         return partial(self._engine.cancel, request_no)
+
+    def _sink(self, tell: Tell) -> Sink:
+        def sink(event: SampledToken | Started | Ended | GenlockError) -> None:  # on the step thread
+            if isinstance(event, Started):
+                tell(worker_pb2.DecodeStarted(**asdict(event)))
+            else:
+                tell(self._finished(event) if isinstance(event, Ended) else event)
+
+        return sink
 
     def _finished(self, ended: Ended) -> worker_pb2.DecodeFinished:
         facts = ended.facts

@@ -28,10 +28,10 @@ from wire.replies import Replies
 MAX_OPEN = 65_536
 # Some 100 KB; what does not fit goes with the next message.
 MAX_MESSAGE_TOKENS = 8_192
-# What an end weighs beside a token: its message may be long.
-END_TOKENS = 64
+# What other events weigh beside a token: an error's message may be long.
+EVENT_TOKENS = 64
 
-Told = SampledToken | worker_pb2.DecodeFinished | GenlockError
+Told = SampledToken | worker_pb2.DecodeStarted | worker_pb2.DecodeFinished | GenlockError
 Tell = Callable[[Told], None]
 Cancel = Callable[[], None]
 # Queues one request and returns what cancels it. Raises GenlockError; `tell` may be called from any thread.
@@ -145,7 +145,7 @@ class Session:
 
     def _tell(self, call_no: int, told: Told) -> None:
         """From any thread. After a request's end nothing more is told of it."""
-        if isinstance(told, SampledToken):
+        if isinstance(told, SampledToken | worker_pb2.DecodeStarted):
             if call_no in self._open:
                 self._put(call_no, told)
             return
@@ -188,9 +188,11 @@ def pack(outbox: deque[tuple[int, Told]], limit: int = MAX_MESSAGE_TOKENS) -> wo
                 among_events[call_no] = message.events.add(call_no=call_no).tokens
             among_events[call_no].tokens.append(token_to_proto(told))
             continue
-        room -= END_TOKENS
+        room -= EVENT_TOKENS
         if isinstance(told, GenlockError):
             message.events.add(call_no=call_no, failed=to_status(told))
+        elif isinstance(told, worker_pb2.DecodeStarted):
+            message.events.add(call_no=call_no, started=told)
         else:
             message.events.add(call_no=call_no, finished=told)
     message.call_nos.extend(call_nos)

@@ -150,7 +150,9 @@ class Choice:
         if count > 1:
             times.per_token_ms = (self._last_ms - self._first_ms) / (count - 1)
         if done is not None:
-            finished.usage.cached_tokens = done.cached_tokens
-            times.queue_ms, times.prefill_ms, times.transfer_ms = done.queue_ms, done.prefill_ms, done.transfer_ms
             finished.verification.CopyFrom(done.verification)
+        known = done or self._call.started
+        if known is not None:
+            finished.usage.cached_tokens = known.cached_tokens
+            times.queue_ms, times.prefill_ms, times.transfer_ms = known.queue_ms, known.prefill_ms, known.transfer_ms
         return message

@@ -115,7 +115,8 @@ class GatewayMetrics:
             self._tokens[name].inc(count)
         if usage.completion_tokens > 1:
             self._times["per_token"].observe(timings.per_token_ms / MS)
-        if finished.HasField("verification"):  # else a stop string ended it, and decode did not report
+        # Of an answer that a stop string ended there is no verification, but what the handoff cost is known.
+        if finished.HasField("verification") or timings.prefill_ms:
             self._times["queue"].observe(timings.queue_ms / MS)
             self._times["prefill"].observe(timings.prefill_ms / MS)
             self._times["transfer"].observe(timings.transfer_ms / MS)

@@ -46,10 +46,12 @@ class Stream(Protocol):
 class DecodeCall:
     """One request at a decode worker."""
 
-    __slots__ = ("_cancel", "_end", "_tokens", "_waiter", "call_no")
+    __slots__ = ("_cancel", "_end", "_tokens", "_waiter", "call_no", "started")
 
     def __init__(self, call_no: int, cancel: Callable[[int], None]) -> None:
         self.call_no = call_no
+        # What the handoff cost; there with the first token.
+        self.started: worker_pb2.DecodeStarted | None = None
         self._cancel = cancel
         self._tokens: list[Token] = []
         self._end: worker_pb2.DecodeFinished | GenlockError | None = None
@@ -192,6 +194,9 @@ class DecodeSession:
         if kind == "tokens":
             for token in event.tokens.tokens:
                 call.put(Token(token.token_id, token.logprob, token.top))
+            return
+        if kind == "started":
+            call.started = event.started
             return
         del self._calls[call.call_no]
         if kind == "finished":

@@ -399,6 +399,7 @@ class DecodeEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     call_no: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___DecodeTokens: ...
@@ -406,6 +407,8 @@ class DecodeEvent(_message.Message):
     def finished(self) -> Global___DecodeFinished: ...
     @_builtins.property
     def failed(self) -> _status_pb2.Status: ...
+    @_builtins.property
+    def started(self) -> Global___DecodeStarted: ...
     def __init__(
         self,
         *,
@@ -413,16 +416,48 @@ class DecodeEvent(_message.Message):
         tokens: Global___DecodeTokens | None = ...,
         finished: Global___DecodeFinished | None = ...,
         failed: _status_pb2.Status | None = ...,
+        started: Global___DecodeStarted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "event", b"event", "failed", b"failed", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "event", b"event", "failed", b"failed", "finished", b"finished", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished", "failed", "started"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
+
+@_typing.final
+class DecodeStarted(_message.Message):
+    """The handoff is complete: what is known by then, also for answers that the gateway ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    queue_ms: _builtins.float
+    """Milliseconds on this worker's clock."""
+    prefill_ms: _builtins.float
+    transfer_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        transfer_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeStarted: _TypeAlias = DecodeStarted  # noqa: Y015
 
 @_typing.final
 class DecodeTokens(_message.Message):

@@ -209,6 +209,24 @@ async def test_stop_strings_around_the_change_from_prefill_to_decode(lab, stream
         await asyncio.gather(*(one(stops) for stops in cases[at : at + 6]))
 
 
+async def test_an_answer_that_a_stop_string_ended_tells_what_its_handoff_cost(lab):
+    """Decode does not finish it; what was known at its beginning is told all the same, and counted."""
+    prompt = lab.subject.prompt("twice", 70)
+    whole = await lab.see(prompt, max_tokens=8)
+    stop = whole.text()[4:5]
+    seen = await lab.see(prompt, max_tokens=40, ignore_eos=True, stop=[stop])
+    last = seen.finished()
+    assert last.matched_stop == stop
+    assert last.usage.cached_tokens == 64, "the first request's full pages"
+    assert last.timings.prefill_ms > 0
+    metrics = lab.gateway.state.metrics
+    assert metrics._times["prefill"]._sum.get() > 0
+    counts = [
+        sum(bucket.get() for bucket in metrics._times[name]._buckets) for name in ("queue", "prefill", "transfer")
+    ]
+    assert counts == [2, 2, 2]
+
+
 SCRIPTS = ("😀é漢字🇩🇪👩‍👩‍👧x", "漢😀", "é" * 12, "🧪" * 8)
 
 

@@ -61,6 +61,7 @@ class ScriptedCall:
     def __init__(self, *events: worker_pb2.DecodeEvent | Exception) -> None:
         self.events = list(events)
         self.cancelled = False
+        self.started: worker_pb2.DecodeStarted | None = None
 
     def cancel(self) -> None:
         self.cancelled = True
