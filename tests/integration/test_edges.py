@@ -221,10 +221,8 @@ async def test_an_answer_that_a_stop_string_ended_tells_what_its_handoff_cost(la
     assert last.timings.prefill_ms > 0
     metrics = lab.gateway.state.metrics
     assert metrics._times["prefill"]._sum.get() > 0
-    counts = [
-        sum(bucket.get() for bucket in metrics._times[name]._buckets) for name in ("queue", "prefill", "transfer")
-    ]
-    assert counts == [2, 2, 2]
+    for name in ("queue", "prefill", "transfer"):
+        assert sum(bucket.get() for bucket in metrics._times[name]._buckets) == 2
 
 
 SCRIPTS = ("😀é漢字🇩🇪👩‍👩‍👧x", "漢😀", "é" * 12, "🧪" * 8)
