@@ -20,7 +20,7 @@ from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sam
 from cluster.gateway.choice import Choice, ChoiceSpec
 from cluster.gateway.fleet import Claim
 from cluster.gateway.identity import Caller, user
-from cluster.gateway.running import RequestFacts
+from cluster.gateway.running import RequestFacts, Running
 from cluster.gateway.state import GatewayState
 from cluster.gateway.steering import Steering, steering
 from cluster.router import Route, route_many
@@ -90,9 +90,14 @@ class RequestPath:
         current_request.set(server_id)
         span = state.tracer.begin("request", (), request_id=server_id)
         trail = Trail("gateway", server_id, span, level=logging.INFO)
+        running: Running | None = None
         outcome: GenlockError | None = None
         try:
-            await self._bounded(call, trail, received_ms)
+            trail.enter("admit")
+            caller = user(state.authenticator.caller(call.metadata()))
+            limit_ms = deadline_ms(state.config.api, call.remaining_s())
+            running = self._enter(call, caller, RequestFacts(server_id, received_ms, received_ms + limit_ms))
+            await self._bounded(call, caller, trail, running, limit_ms)
         except asyncio.CancelledError:
             remaining = call.remaining_s()
             late = remaining is not None and remaining <= 0
@@ -104,43 +109,30 @@ class RequestPath:
                 state.look_again()
             raise outcome from None
         finally:
-            total_ms = state.sources.now_ms() - received_ms
-            state.ended(outcome, total_ms)
-            trail.end("ok" if outcome is None else outcome.reason, total_ms=round(total_ms))
+            now_ms = state.sources.now_ms()
+            if running is not None:
+                state.leave(running)
+                state.ended_requests.add(running, outcome, now_ms)
+            state.ended(outcome, now_ms - received_ms)
+            trail.end("ok" if outcome is None else outcome.reason, total_ms=round(now_ms - received_ms))
 
-    async def _bounded(self, call: Call, trail: Trail, received_ms: float) -> None:
-        """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
-        state = self._state
-        trail.enter("admit")
-        caller = user(state.authenticator.caller(call.metadata()))
+    def _enter(self, call: Call, caller: Caller, facts: RequestFacts) -> Running:
         task = asyncio.current_task()
         assert task is not None
-        limit_ms = deadline_ms(state.config.api, call.remaining_s())
-        facts = RequestFacts(trail.request_id, received_ms, received_ms + limit_ms)
-        running = state.enter(caller, call.label, task, facts)
-        ended_with: GenlockError | None = Cancelled("cancelled")
+        return self._state.enter(caller, call.label, task, facts)
+
+    async def _bounded(self, call: Call, caller: Caller, trail: Trail, running: Running, limit_ms: float) -> None:
+        """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                await self._run(call, caller, trail, facts)
-            ended_with = None
+                await self._run(call, caller, trail, running.facts)
         except TimeoutError as error:
-            ended_with = DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms")
-            raise ended_with from error
+            raise DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms") from error
         except asyncio.CancelledError:
             if running.stopped_by is None:
                 raise
-            task.uncancel()
-            ended_with = running.stopped_by
-            raise ended_with from None
-        except GenlockError as error:
-            ended_with = error
-            raise
-        except Exception as unexpected:
-            ended_with = surprise(unexpected, "a request")
-            raise ended_with from None
-        finally:
-            state.leave(running)
-            state.ended_requests.add(running, ended_with, state.sources.now_ms())
+            running.task.uncancel()
+            raise running.stopped_by from None
 
     async def _run(self, call: Call, caller: Caller, trail: Trail, facts: RequestFacts) -> None:
         state = self._state

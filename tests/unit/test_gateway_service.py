@@ -72,6 +72,23 @@ async def test_a_cancel_reaches_every_call_before_the_handler_is_through(reads: 
     assert seen == [True] * n
 
 
+@pytest.mark.parametrize(
+    ("left_s", "cause"), [(None, "cancelled"), (0.0, "deadline_exceeded"), (-1.0, "deadline_exceeded")]
+)
+async def test_what_is_counted_of_an_end_is_what_is_told_of_it(left_s: float | None, cause: str):
+    """grpc cancels the handler when the caller's deadline has passed, and also when the caller has left."""
+    gateway = service([ScriptedCall(tokens("a"))])
+    context = Context(9)
+    remaining = iter([None, *[left_s] * 9])
+    context.time_remaining = lambda: next(remaining)
+    task = asyncio.create_task(gateway.Generate(request(), context))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    [ended] = gateway._state.ended_requests._kept.values()
+    assert (ended.outcome, gateway._state.outcomes) == (cause, {cause: 1})
+
+
 async def test_a_client_that_does_not_read_meets_the_deadline():
     calls = [ScriptedCall(tokens("a"))]
     gateway = service(calls, api__default_deadline_ms=100)
