@@ -11,7 +11,7 @@ What shapes this file (measured, and read in the library's TCP transport):
 - Neighbouring pages that land in neighbouring slots are one descriptor.
 - At most `WINDOW` descriptors are under way to one peer; beyond about 1,000 the library's queue refuses.
 - Over TCP a descriptor that failed, alone in its batch, has ended too: the library reports it only from the handler of
-  its last socket operation. For other protocols only success counts as an end; what has not ended stays unquiesced until
+  its last socket operation. For other protocols only success counts as an end; what has not ended is unquiesced until
   `close`, and a worker whose engine keeps such transfers must replace the engine (and its pool) to get the pages back.
 - The library has no authentication and listens on all interfaces: whoever reaches its ports can read and write
   registered memory. Deployments must fence these ports off; tags, digests and prefix keys catch what is damaged.
