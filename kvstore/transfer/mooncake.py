@@ -264,6 +264,10 @@ class MooncakeEngine(PoolEngine[_Source]):
                 self._calls -= 1
                 self._idle.notify_all()
 
+    def regions(self) -> int:
+        with self._lock:
+            return 0 if self._closed else super().regions() + len(self._late_buffers)
+
     def _map(self, nbytes: int) -> U8:
         return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
 
