@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from cluster.cli.options import client_options, endpoint_or_default
 from kvstore.errors import DeadlineExceeded, NotFound
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("table", "wide", "json", "yaml")
 POLL_S = 0.3
+WAIT_S = 600.0
 # title, columns, rows; `True`: the wide form.
 Tables = Callable[[Any, bool], Sequence[tuple[str, Sequence[str], Sequence[Sequence[object]]]]]
 
@@ -48,12 +50,20 @@ def change_options(command: F) -> F:
 
 
 def wait_options(command: F) -> F:
-    """--wait and its limit."""
+    """--wait and its limit: --wait-timeout, else the --timeout that was given, else `WAIT_S`."""
     command = click.option(
-        "--wait-timeout", "wait_s", type=click.FloatRange(0.1, 86_400), default=600.0, show_default=True,
-        help="Longest wait, seconds; then exit code 5.",
+        "--wait-timeout", "wait_s", type=click.FloatRange(0.1, 86_400), callback=_wait_limit, metavar="SECONDS",
+        help=f"Longest wait; then exit code 5. Default: --timeout where it is given, else {WAIT_S:g}.",
     )(command)  # fmt: skip
     return click.option("--wait", is_flag=True, help="Return when it is done.")(command)
+
+
+def _wait_limit(context: click.Context, _option: click.Parameter, value: float | None) -> float:
+    """click reads what the command line has before what it has not, so a --timeout that was given is known here."""
+    if value is not None:
+        return value
+    given: float = context.params.get("timeout_s", WAIT_S)
+    return given if context.get_parameter_source("timeout_s") is ParameterSource.COMMANDLINE else WAIT_S
 
 
 def mutation(reason: str, expected_revision: int, idempotency_key: str, dry_run: bool) -> pb.Mutation:
@@ -164,20 +174,25 @@ async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), wha
     from genlock.v1 import operator_pb2 as pb
 
     console = render.stderr()
-    deadline = asyncio.get_running_loop().time() + wait_s
-    with console.status(f"{what}…") as spinner:
-        while True:
-            fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
-            left = [worker.worker_id for worker in fleet.workers if worker.worker_id in gone]
-            if fleet.settled and not left:
-                return fleet
-            busy = ", ".join(
-                f"{worker.worker_id} {worker.phase.lower()}" for worker in fleet.workers if worker.phase != "READY"
-            )
-            spinner.update(f"{what}: {busy or fleet.reason or 'settling'}")
-            if asyncio.get_running_loop().time() >= deadline:
-                raise DeadlineExceeded(
-                    "wait_timeout",
-                    f"not done after {wait_s:g} s: {fleet.reason or busy}; it goes on, look with `genlock get workers`",
-                )
-            await asyncio.sleep(POLL_S)
+    why = "the controller has not answered"
+    try:
+        # Around the calls too: one that hangs may not outlast the wait.
+        async with asyncio.timeout(wait_s):
+            with console.status(f"{what}…") as spinner:
+                while True:
+                    fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
+                    left = [worker.worker_id for worker in fleet.workers if worker.worker_id in gone]
+                    if fleet.settled and not left:
+                        return fleet
+                    busy = ", ".join(
+                        f"{worker.worker_id} {worker.phase.lower()}"
+                        for worker in fleet.workers
+                        if worker.phase != "READY"
+                    )
+                    why = fleet.reason or busy or "settling"
+                    spinner.update(f"{what}: {busy or why}")
+                    await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "wait_timeout", f"not done after {wait_s:g} s: {why}; it goes on, look with `genlock get workers`"
+        ) from None
