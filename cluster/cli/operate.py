@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from cluster.cli.options import client_options, endpoint_or_default
+from cluster.output import emit, output_option
 from kvstore.errors import DeadlineExceeded, NotFound
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from genlock.v1 import operator_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
-FORMATS = ("table", "wide", "json", "yaml")
 POLL_S = 0.3
 WAIT_S = 600.0
 # title, columns, rows; `True`: the wide form.
@@ -28,10 +28,7 @@ Tables = Callable[[Any, bool], Sequence[tuple[str, Sequence[str], Sequence[Seque
 
 def operator_options(command: F) -> F:
     """-o beside the client's own options."""
-    command = click.option(
-        "-o", "--output", type=click.Choice(FORMATS), default="table", show_default=True, help="Form of the answer."
-    )(command)
-    return client_options(command)
+    return client_options(output_option(command))
 
 
 def change_options(command: F) -> F:
@@ -89,19 +86,14 @@ def show(answer: Message, output: str, tables: Tables) -> None:
     """On stdout, in the form that was asked for."""
     from cluster.cli import render
 
-    if output == "json":
-        render.print_json(render.as_dict(answer))
-        return
-    if output == "yaml":
-        import yaml
+    def print_tables(wide: bool) -> None:
+        out = render.stdout()
+        for number, (title, columns, rows) in enumerate(tables(answer, wide)):
+            if number:
+                out.print()
+            out.print(render.table(title, columns, rows))
 
-        click.echo(yaml.safe_dump(render.as_dict(answer), sort_keys=False, allow_unicode=True).rstrip())
-        return
-    out = render.stdout()
-    for number, (title, columns, rows) in enumerate(tables(answer, output == "wide")):
-        if number:
-            out.print()
-        out.print(render.table(title, columns, rows))
+    emit(output, lambda: render.as_dict(answer), print_tables)
 
 
 def fleet_tables(fleet: pb.FleetView, wide: bool) -> list[tuple[str, Sequence[str], Sequence[Sequence[object]]]]:
