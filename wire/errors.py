@@ -125,6 +125,13 @@ def from_rpc(error: grpc.RpcError) -> GenlockError:
     return _typed(_code_of(error), _message_of(error), _trailers_of(error))
 
 
+def told_by_peer(error: BaseException | None) -> bool:
+    """Whether a failed call ended with the peer's own word. Otherwise it is the transport's: nobody may be there."""
+    if not isinstance(error, grpc.RpcError):
+        return False
+    return any(key == DETAILS_KEY for key, _value in _trailers_of(error))
+
+
 def _typed(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]) -> GenlockError:
     for key, value in trailers:
         if key != DETAILS_KEY or not isinstance(value, bytes):

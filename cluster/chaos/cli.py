@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import sys
@@ -17,10 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cluster.chaos.plan import Fault, Shape, make_plan
+from cluster.chaos.plan import Fault, Round, Shape, make_plan
 from cluster.chaos.run import ChaosRun, ChaosSettings
 from cluster.chaos.run import Progress as Told
 from cluster.chaos.verdict import Report
+from cluster.output import emit, output_option
 
 T = TypeVar("T")
 ENGINES = ("shm", "nixl", "mooncake")
@@ -48,7 +48,7 @@ Examples:
 @click.option("--control", is_flag=True, help="Receipt checks off and foreign pages put in: the run must fail.")
 @click.option("--plan", "show_plan", is_flag=True, help="Show the plan and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output_option
 def command(
     minutes: float, seed: int, engine: str, model: str, prefill: int, decode: int, rate: float,
     faults: tuple[str, ...], control: bool, show_plan: bool, as_json: bool, output: str,
@@ -61,16 +61,17 @@ def command(
     chosen = tuple(Fault(name) for name in dict.fromkeys(faults)) or tuple(Fault)
     shape = Shape(seed=seed, minutes=minutes, kinds=chosen, rate_per_s=rate)
     settings = ChaosSettings(shape, engine, model, prefill, decode, control)
-    as_json = as_json or output == "json"
+    output = "json" if as_json else output
     if show_plan:
-        return _show_plan(ChaosRun(settings).shape, as_json)
+        return _show_plan(ChaosRun(settings).shape, output)
     # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
     with contextlib.redirect_stdout(sys.stderr), quiet_logs():
         report = run_to_the_end(_run(settings))
-    if as_json:
-        click.echo(json.dumps({**asdict(report), "failures": report.failures, "passed": not report.failures}))
-    else:
-        _print_report(report)
+    emit(
+        output,
+        lambda: {**asdict(report), "failures": report.failures, "passed": not report.failures},
+        lambda _wide: _print_report(report),
+    )
     return 1 if report.failures else 0
 
 
@@ -126,11 +127,13 @@ async def _run(settings: ChaosSettings) -> Report:
         return await ChaosRun(settings, told).run()
 
 
-def _show_plan(shape: Shape, as_json: bool) -> int:
+def _show_plan(shape: Shape, output: str) -> int:
     plan = make_plan(shape)
-    if as_json:
-        click.echo(json.dumps([asdict(played) for played in plan]))
-        return 0
+    emit(output, lambda: [asdict(played) for played in plan], lambda _wide: _print_plan(plan, shape))
+    return 0
+
+
+def _print_plan(plan: Sequence[Round], shape: Shape) -> None:
     rows = [
         (number + 1, fault.at_ms, fault.kind.value, fault.target or "-", fault.for_ms, fault.amount)
         for number, played in enumerate(plan)
@@ -138,7 +141,6 @@ def _show_plan(shape: Shape, as_json: bool) -> int:
     ]
     columns = ("round", "at ms", "fault", "target", "for ms", "amount")
     print_table(f"Plan of seed {shape.seed}", columns, rows)
-    return 0
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

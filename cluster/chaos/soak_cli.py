@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from dataclasses import asdict
 
@@ -11,6 +10,7 @@ import click
 
 from cluster.chaos.cli import print_table, progress_bar, quiet_logs, run_to_the_end
 from cluster.chaos.soak import Soak, SoakReport, SoakSettings
+from cluster.output import emit, output_option
 from kvstore.errors import Unavailable
 
 SHOWN = 12
@@ -27,7 +27,7 @@ Examples:
 @click.option("--engine", type=click.Choice(["shm", "nixl", "mooncake"]), default="shm", show_default=True)
 @click.option("--restarts", type=click.IntRange(0, 50), default=5, show_default=True, help="Of the prefill worker.")
 @click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output_option
 def command(requests: int, seed: int, engine: str, restarts: int, as_json: bool, output: str) -> int:
     """Sends short requests with the probe model through a private cluster in this process and watches resident memory,
     descriptors, mappings of shared memory, the regions that the transfer engines hold and the size of every table.
@@ -40,10 +40,11 @@ def command(requests: int, seed: int, engine: str, restarts: int, as_json: bool,
         raise Unavailable("no_proc", "the soak reads /proc and runs on Linux alone")
     with contextlib.redirect_stdout(sys.stderr), quiet_logs():
         report = run_to_the_end(_run(settings))
-    if as_json or output == "json":
-        click.echo(json.dumps({**asdict(report), "failures": report.failures, "passed": not report.failures}))
-    else:
-        _print_report(report)
+    emit(
+        "json" if as_json else output,
+        lambda: {**asdict(report), "failures": report.failures, "passed": not report.failures},
+        lambda _wide: _print_report(report),
+    )
     return 1 if report.failures else 0
 
 

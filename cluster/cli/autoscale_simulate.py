@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.output import emit, output_option
 from kvstore.files import FileReader
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ columns. A line {"outage_s": [600, 900]} takes the metrics away for that time.""
 @click.option("--slots", type=click.IntRange(1, 65_536), default=64, show_default=True,
               help="Requests that one decode worker runs at once.")  # fmt: skip
 @click.option("--plot", type=click.Path(path_type=Path), help="Draws the run: .png, .svg or .pdf.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
+@output_option
 def command(
     trace_name: str, policy_file: Path | None, seed: int, start_seconds: float, prefill_speed: float, slots: int,
-    plot: Path | None, as_json: bool,
+    plot: Path | None, as_json: bool, output: str,
 ) -> int:  # fmt: skip
     """Tries an autoscaling policy on a trace and compares it with the best fixed fleet of the same GPU-hours. Fleet and
     clock are models: thousands of seconds take one."""
@@ -65,10 +67,8 @@ def command(
         from cluster.autoscale.plot import draw
 
         draw(comparison, trace, plot)
-    if as_json:
-        render.print_json(as_tree(comparison, trace, policy))
-    else:
-        show(comparison, trace)
+    form = "json" if as_json else output
+    emit(form, lambda: as_tree(comparison, trace, policy), lambda wide: show(comparison, trace, wide))
     return 0
 
 
@@ -86,8 +86,8 @@ def _trace(name: str, seed: int) -> Trace:
     return parse(FileReader("bad_trace", "trace", MAX_TRACE_BYTES).text(name), name)
 
 
-def show(comparison: Comparison, trace: Trace) -> None:
-    """Tables on stdout."""
+def show(comparison: Comparison, trace: Trace, wide: bool = False) -> None:
+    """Tables on stdout. `wide`: also how each stage changed the numbers."""
     from cluster.cli import render
 
     fixed = comparison.fixed_counts
@@ -99,17 +99,15 @@ def show(comparison: Comparison, trace: Trace) -> None:
     out.print(render.table(f"{trace.name}: {len(trace.arrivals)} requests", COLUMNS, rows))
     changed = [decision for decision in comparison.scaled.decisions if not decision.held]
     if changed:
-        lines = [
-            (
-                f"{decision.at_ms / 1000:.0f} s",
-                f"{decision.before.prefill}P + {decision.before.decode}D",
-                f"{decision.target.prefill}P + {decision.target.decode}D",
-                "; ".join(decision.reasons),
-            )
-            for decision in changed
-        ]
+        names = ("before", "raw", "clamped", "delayed", "target") if wide else ("before", "target")
+        lines = []
+        for decision in changed:
+            counts = [getattr(decision, name) for name in names]
+            stages = [f"{count.prefill}P + {count.decode}D" for count in counts]
+            lines.append((f"{decision.at_ms / 1000:.0f} s", *stages, "; ".join(decision.reasons)))
+        columns = ("at", "from", *names[1:-1], "to", "why")
         out.print()
-        out.print(render.table("Changes", ("at", "from", "to", "why"), lines))
+        out.print(render.table("Changes", columns, lines))
 
 
 def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
@@ -120,7 +118,7 @@ def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
 
 
 def as_tree(comparison: Comparison, trace: Trace, policy: Policy) -> dict[str, Any]:
-    """What --json prints; numbers that do not exist are null."""
+    """As data; numbers that do not exist are null."""
     from cluster.autoscale.policy import leaves
 
     return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,8 +15,10 @@ from google.protobuf.message import Message
 from cluster.cli.main import Unreachable
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
+from kvstore.errors import Unavailable
 from kvstore.files import FileReader
 from wire.calls import answer, responses
+from wire.errors import told_by_peer
 from wire.options import MAX_MESSAGE_BYTES, channel_options
 
 T = TypeVar("T")
@@ -31,29 +33,49 @@ class Client:
     channel: grpc.aio.Channel
     metadata: tuple[tuple[str, str], ...]
     timeout_s: float
+    endpoint: str
 
-    def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        return responses(stub.Generate(request, timeout=self.timeout_s, metadata=self.metadata))
+        with self._gateway():
+            async for message in responses(stub.Generate(request, timeout=self.timeout_s, metadata=self.metadata)):
+                yield message
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        return await answer(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=self.timeout_s, metadata=self.metadata))
+        call = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=self.timeout_s, metadata=self.metadata)
+        with self._gateway():
+            return await answer(call)
 
     async def status(self) -> operator_pb2.GetStatusResponse:
         stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
         call = stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=self.timeout_s, metadata=self.metadata)
-        return await answer(call)
+        with self._gateway():
+            return await answer(call)
 
     async def operate(self, name: str, request: Message) -> Any:
         """The RPC of OperatorService with that name."""
         stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
-        return await answer(getattr(stub, name)(request, timeout=self.timeout_s, metadata=self.metadata))
+        with self._gateway():
+            return await answer(getattr(stub, name)(request, timeout=self.timeout_s, metadata=self.metadata))
 
-    def watch_events(self, request: operator_pb2.ListEventsRequest) -> AsyncIterator[operator_pb2.FleetEvent]:
+    async def watch_events(self, request: operator_pb2.ListEventsRequest) -> AsyncIterator[operator_pb2.FleetEvent]:
         """Events as they come, until this is left."""
         stub = operator_pb2_grpc.OperatorServiceStub(self.channel)
-        return responses(stub.WatchEvents(request, metadata=self.metadata))
+        with self._gateway():
+            async for event in responses(stub.WatchEvents(request, metadata=self.metadata)):
+                yield event
+
+    @contextmanager
+    def _gateway(self) -> Iterator[None]:
+        """Says which gateway it was that went away under a call."""
+        try:
+            yield
+        except Unavailable as error:
+            if error.reason != "peer_unreachable" or told_by_peer(error.__cause__):
+                raise
+            text = f"the gateway at {self.endpoint} went away before it had answered: {error.message}"
+            raise Unavailable(error.reason, text) from error.__cause__
 
 
 @asynccontextmanager
@@ -69,7 +91,7 @@ async def connect(endpoint: str, token: str | None, timeout_s: float) -> AsyncIt
             raise Unreachable(
                 f"no cluster at {endpoint}: start one with `genlock up`, or name another with --endpoint{_about_tls()}"
             ) from None
-        yield Client(channel, metadata, timeout_s)
+        yield Client(channel, metadata, timeout_s, endpoint)
 
 
 def _about_tls() -> str:

@@ -9,6 +9,7 @@ import click
 
 from cluster.cli.options import load_settings, settings_options
 from cluster.config import MASK, Setting
+from cluster.output import emit, output_option
 
 
 @click.command(
@@ -19,22 +20,23 @@ Examples:
   GENLOCK_WORKERS_DECODE=2 genlock config -o json"""
 )
 @settings_options
-@click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
+@output_option
 def command(config_file: Path | None, assignments: tuple[str, ...], output: str) -> None:
     """Shows all settings with their effective values and where each came from: a default, the file, an environment
     variable (GENLOCK_SECTION_FIELD) or a flag. Secrets are masked."""
     settings = load_settings(config_file, assignments).settings()
-    if output == "table":
+    if output == "yaml":
+        # A file with remarks, which no dump of a tree is.
+        click.echo(_file(settings), nl=False)
+        return
+
+    def show(_wide: bool) -> None:
         from cluster.cli import render
 
         rows = [(setting.key, _yaml(setting.value), setting.source, setting.doc) for setting in settings]
         render.stdout().print(render.table("", ("setting", "value", "from", "meaning"), rows))
-    elif output == "json":
-        from cluster.cli import render
 
-        render.print_json({s.key: {"value": s.value, "source": s.source, "meaning": s.doc} for s in settings})
-    else:
-        click.echo(_file(settings), nl=False)
+    emit(output, lambda: {s.key: {"value": s.value, "source": s.source, "meaning": s.doc} for s in settings}, show)
 
 
 def _file(settings: Sequence[Setting]) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.options import load_settings, settings_options
+from cluster.output import output_option
 from wire.clocks import now_ms
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ Examples:
 Exit codes: 0 nothing failed (warnings may be there), 1 something did."""
 )
 @settings_options
-@click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
+@output_option
 def command(config_file: Path | None, assignments: tuple[str, ...], output: str) -> int:
     """Checks Python, libraries, the model, transfer engines, Ray, Redis, ports, memory, clocks and what is exposed, for
     the settings as they are. Starts nothing."""

@@ -66,7 +66,7 @@ def uncordon(
     epilog="""\b
 Examples:
   genlock drain decode-1 --wait
-  genlock drain 10.0.0.7 --deadline 120 --wait --reason "kernel upgrade"
+  genlock drain 10.0.0.7 --deadline 120 --wait --timeout 300 --reason "kernel upgrade"
   genlock drain prefill-0 --replace
 
 \b

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cluster.cli.options import load_settings, read_input, settings_options
+from cluster.output import emit, output_option
 from kvstore.errors import InvalidInput, NotFound
 from kvstore.files import FileReader
 from wire.clocks import now_ms, unix_ms
@@ -79,28 +80,33 @@ def create(
     epilog="""\b
 Examples:
   genlock keys list
+  genlock keys list -o wide
   genlock keys list -o json""",
 )
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output_option
 @settings_options
 def list_keys(output: str, config_file: Path | None, assignments: tuple[str, ...]) -> int:
     """Lists keys by their ids. The keys themselves are not known to anybody."""
     from cluster.cli import render
 
     kept = _records(_with_registry(config_file, assignments, lambda registry: registry.keys()))
-    if output == "json":
-        render.print_json([record for _digest, record in kept])
-    else:
-        columns = ("id", "tenant", "role", "label", "created")
-        rows = [
-            (
-                record.get("id", "?"), record.get("tenant", "?"), "operator" if record.get("operator") else "inference",
-                record.get("label", ""), time.strftime("%Y-%m-%d", time.gmtime(record.get("created_ms", 0) / 1000)),
-            )
-            for _digest, record in kept
-        ]  # fmt: skip
+    records = [record for _digest, record in kept]
+
+    def show(wide: bool) -> None:
+        columns = ("id", "tenant", "role", "label", "created", *(("max requests", "max priority") if wide else ()))
+        rows = [_row(record, wide) for record in records]
         render.stdout().print(render.table("", columns, rows))
+
+    emit(output, lambda: records, show)
     return 0
+
+
+def _row(record: dict[str, Any], wide: bool) -> tuple[object, ...]:
+    created = time.strftime("%Y-%m-%d", time.gmtime(record.get("created_ms", 0) / 1000))
+    role = "operator" if record.get("operator") else "inference"
+    most = record.get("max_requests")
+    more = ("default" if most is None else most, record.get("max_priority", "high")) if wide else ()
+    return (record.get("id", "?"), record.get("tenant", "?"), role, record.get("label", ""), created, *more)
 
 
 @command.command(

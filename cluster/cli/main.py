@@ -74,6 +74,13 @@ class Unreachable(click.ClickException):
     exit_code = UNREACHABLE
 
 
+# Reasons that say that nobody was reached. `prefill_unreachable` and the like are of one request: a gateway told them.
+UNREACHED = frozenset({
+    "controller_not_serving", "controller_silent", "controller_unreachable", "kube_unreachable", "no_controller",
+    "peer_unreachable", "registry_unreachable",
+})  # fmt: skip
+
+
 def exit_code_of(error: GenlockError) -> int:
     for kind, code in (
         (InvalidInput, USAGE),
@@ -83,8 +90,14 @@ def exit_code_of(error: GenlockError) -> int:
     ):
         if isinstance(error, kind):
             return code
-    # Nobody is behind the gateway to do it.
-    return UNREACHABLE if error.reason in ("no_controller", "registry_unreachable") else FAILED
+    if error.reason not in UNREACHED:
+        return FAILED
+    if error.reason == "peer_unreachable":
+        from wire.errors import told_by_peer
+
+        # The gateway was reached, and told that a worker of this request was not.
+        return FAILED if told_by_peer(error.__cause__) else UNREACHABLE
+    return UNREACHABLE
 
 
 def run(args: Sequence[str] | None = None) -> int:

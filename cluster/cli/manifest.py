@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.options import read_input
+from cluster.output import emit, output_option, output_option_of
 from kvstore.errors import InvalidInput
 from kvstore.files import FileReader
 
@@ -36,7 +37,8 @@ def command() -> None:
 Examples:
   genlock manifest render --values laptop
   genlock manifest render --values h100-8-nodes --values mine.yaml --namespace llm
-  genlock manifest render --set prefill.replicas=2 -o json"""
+  genlock manifest render --set prefill.replicas=2 -o json
+  genlock manifest render --values mine.yaml -o table"""
 )
 @click.option(
     "--values", "values_files", multiple=True, metavar="FILE", help="Values: a file, or a shipped name. May repeat."
@@ -45,7 +47,7 @@ Examples:
 @click.option("--name", default="genlock", show_default=True, help="Name of the release and of its RayCluster.")
 @click.option("--namespace", default="default", show_default=True)
 @click.option("--check/--no-check", default=True, show_default=True, help="Refuse manifests that break a rule.")
-@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+@output_option_of("yaml")
 def render(
     values_files: tuple[str, ...], assignments: tuple[str, ...], name: str, namespace: str, check: bool, output: str
 ) -> int:
@@ -61,7 +63,12 @@ def render(
             click.echo(f"{finding[1]}: {finding[2]} ({finding[0]})", err=True)
         click.echo("Nothing was rendered; --no-check renders it as it is.", err=True)
         return 1
-    click.echo(_text(documents, output), nl=False)
+    if output == "yaml":
+        # Documents for kubectl, whose settings files stay readable.
+        click.echo(_yaml(documents), nl=False)
+    else:
+        tree = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
+        emit(output, lambda: tree, lambda wide: _print_documents(documents, wide))
     return 0
 
 
@@ -72,7 +79,7 @@ Examples:
   helm template genlock deploy/helm/genlock -f mine.yaml | genlock manifest check -"""
 )
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output_option
 def check(file: Path, output: str) -> int:
     """Checks manifests in FILE (`-`: stdin) against Genlock's rules. Exit code 1 when one is broken."""
     from cluster.cli import render as terminal
@@ -82,12 +89,14 @@ def check(file: Path, output: str) -> int:
     if not documents:
         raise InvalidInput("bad_manifest", f"{file} holds no manifest", field="file")
     findings = _findings(documents)
-    if output == "json":
-        terminal.print_json([{"rule": rule, "where": where, "message": message} for rule, where, message in findings])
-    elif findings:
-        terminal.stdout().print(terminal.table("", ("rule", "where", "what is wrong"), findings))
-    else:
-        click.echo(f"{len(documents)} manifests, every rule holds", err=True)
+
+    def show(_wide: bool) -> None:
+        if findings:
+            terminal.stdout().print(terminal.table("", ("rule", "where", "what is wrong"), findings))
+        else:
+            click.echo(f"{len(documents)} manifests, every rule holds", err=True)
+
+    emit(output, lambda: [{"rule": rule, "where": where, "message": text} for rule, where, text in findings], show)
     return 1 if findings else 0
 
 
@@ -127,11 +136,20 @@ def _findings(documents: Sequence[Document]) -> list[tuple[str, str, str]]:
     return [(finding.rule, finding.where, finding.message) for finding in check(documents)]
 
 
-def _text(documents: Sequence[Document], output: str) -> str:
-    if output == "json":
-        import json
+def _print_documents(documents: Sequence[Document], wide: bool) -> None:
+    from cluster.cli import render as terminal
 
-        return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)}, indent=2) + "\n"
+    columns = ("kind", "name", *(("api version", "labels") if wide else ()))
+    rows = []
+    for document in documents:
+        about = document["metadata"]
+        labels = ", ".join(f"{key}={value}" for key, value in sorted(about.get("labels", {}).items()))
+        more = (document["apiVersion"], labels) if wide else ()
+        rows.append((document["kind"], about["name"], *more))
+    terminal.stdout().print(terminal.table("", columns, rows))
+
+
+def _yaml(documents: Sequence[Document]) -> str:
     import yaml
 
     base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from cluster.cli.options import client_options, endpoint_or_default
+from cluster.output import emit, output_option
 from kvstore.errors import DeadlineExceeded, NotFound
 
 if TYPE_CHECKING:
@@ -18,18 +20,15 @@ if TYPE_CHECKING:
     from genlock.v1 import operator_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
-FORMATS = ("table", "wide", "json", "yaml")
 POLL_S = 0.3
+WAIT_S = 600.0
 # title, columns, rows; `True`: the wide form.
 Tables = Callable[[Any, bool], Sequence[tuple[str, Sequence[str], Sequence[Sequence[object]]]]]
 
 
 def operator_options(command: F) -> F:
     """-o beside the client's own options."""
-    command = click.option(
-        "-o", "--output", type=click.Choice(FORMATS), default="table", show_default=True, help="Form of the answer."
-    )(command)
-    return client_options(command)
+    return client_options(output_option(command))
 
 
 def change_options(command: F) -> F:
@@ -48,12 +47,20 @@ def change_options(command: F) -> F:
 
 
 def wait_options(command: F) -> F:
-    """--wait and its limit."""
+    """--wait and its limit: --wait-timeout, else the --timeout that was given, else `WAIT_S`."""
     command = click.option(
-        "--wait-timeout", "wait_s", type=click.FloatRange(0.1, 86_400), default=600.0, show_default=True,
-        help="Longest wait, seconds; then exit code 5.",
+        "--wait-timeout", "wait_s", type=click.FloatRange(0.1, 86_400), callback=_wait_limit, metavar="SECONDS",
+        help=f"Longest wait; then exit code 5. Default: --timeout where it is given, else {WAIT_S:g}.",
     )(command)  # fmt: skip
     return click.option("--wait", is_flag=True, help="Return when it is done.")(command)
+
+
+def _wait_limit(context: click.Context, _option: click.Parameter, value: float | None) -> float:
+    """click reads what the command line has before what it has not, so a --timeout that was given is known here."""
+    if value is not None:
+        return value
+    given: float = context.params.get("timeout_s", WAIT_S)
+    return given if context.get_parameter_source("timeout_s") is ParameterSource.COMMANDLINE else WAIT_S
 
 
 def mutation(reason: str, expected_revision: int, idempotency_key: str, dry_run: bool) -> pb.Mutation:
@@ -79,19 +86,14 @@ def show(answer: Message, output: str, tables: Tables) -> None:
     """On stdout, in the form that was asked for."""
     from cluster.cli import render
 
-    if output == "json":
-        render.print_json(render.as_dict(answer))
-        return
-    if output == "yaml":
-        import yaml
+    def print_tables(wide: bool) -> None:
+        out = render.stdout()
+        for number, (title, columns, rows) in enumerate(tables(answer, wide)):
+            if number:
+                out.print()
+            out.print(render.table(title, columns, rows))
 
-        click.echo(yaml.safe_dump(render.as_dict(answer), sort_keys=False, allow_unicode=True).rstrip())
-        return
-    out = render.stdout()
-    for number, (title, columns, rows) in enumerate(tables(answer, output == "wide")):
-        if number:
-            out.print()
-        out.print(render.table(title, columns, rows))
+    emit(output, lambda: render.as_dict(answer), print_tables)
 
 
 def fleet_tables(fleet: pb.FleetView, wide: bool) -> list[tuple[str, Sequence[str], Sequence[Sequence[object]]]]:
@@ -164,20 +166,25 @@ async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), wha
     from genlock.v1 import operator_pb2 as pb
 
     console = render.stderr()
-    deadline = asyncio.get_running_loop().time() + wait_s
-    with console.status(f"{what}…") as spinner:
-        while True:
-            fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
-            left = [worker.worker_id for worker in fleet.workers if worker.worker_id in gone]
-            if fleet.settled and not left:
-                return fleet
-            busy = ", ".join(
-                f"{worker.worker_id} {worker.phase.lower()}" for worker in fleet.workers if worker.phase != "READY"
-            )
-            spinner.update(f"{what}: {busy or fleet.reason or 'settling'}")
-            if asyncio.get_running_loop().time() >= deadline:
-                raise DeadlineExceeded(
-                    "wait_timeout",
-                    f"not done after {wait_s:g} s: {fleet.reason or busy}; it goes on, look with `genlock get workers`",
-                )
-            await asyncio.sleep(POLL_S)
+    why = "the controller has not answered"
+    try:
+        # Around the calls too: one that hangs may not outlast the wait.
+        async with asyncio.timeout(wait_s):
+            with console.status(f"{what}…") as spinner:
+                while True:
+                    fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
+                    left = [worker.worker_id for worker in fleet.workers if worker.worker_id in gone]
+                    if fleet.settled and not left:
+                        return fleet
+                    busy = ", ".join(
+                        f"{worker.worker_id} {worker.phase.lower()}"
+                        for worker in fleet.workers
+                        if worker.phase != "READY"
+                    )
+                    why = fleet.reason or busy or "settling"
+                    spinner.update(f"{what}: {busy or why}")
+                    await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            "wait_timeout", f"not done after {wait_s:g} s: {why}; it goes on, look with `genlock get workers`"
+        ) from None

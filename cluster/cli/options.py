@@ -55,7 +55,7 @@ def client_options(command: F) -> F:
     for option in (
         click.option(
             "--timeout", "timeout_s", type=click.FloatRange(0.001, 86_400), default=120.0, show_default=True,
-            help="Longest time for an answer, seconds.",
+            help="Longest time for an answer, seconds; beside --wait also for the wait.",
         ),
         click.option("--token", envvar="GENLOCK_TOKEN", help="Bearer token.  [env: GENLOCK_TOKEN]"),
         click.option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cluster.output import text
 from genlock.v1 import inference_pb2 as pb
 
 # A table that is piped somewhere must not be cut to 80 columns.
@@ -48,7 +48,7 @@ def cell(value: object) -> str:
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False, indent=2))
+    click.echo(text("json", value))
 
 
 def as_dict(message: Message) -> dict[str, Any]:

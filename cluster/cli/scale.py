@@ -22,13 +22,13 @@ Examples:
   genlock scale prefill=4 decode=10
   genlock scale decode=3 --current decode=2 --reason "evening load"
   genlock scale prefill=1 --dry-run
-  genlock scale decode=2 --wait --wait-timeout 300
+  genlock scale decode=3 --current-replicas decode=2 --wait --timeout 300
 
 \b
 Workers that go are cordoned, finish what they run, and stop; the least loaded go first, decode before prefill."""
 )
 @click.argument("counts", nargs=-1, required=True, metavar="ROLE=N...")
-@click.option("--current", "current", multiple=True, metavar="ROLE=N",
+@click.option("--current", "--current-replicas", "current", multiple=True, metavar="ROLE=N",
               help="Only if so many are wanted now; may repeat. Else exit code 4.")  # fmt: skip
 @operator_options
 @change_options

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING
 
 import click
 
 from cluster.cli.options import client_options, endpoint_or_default
+from cluster.output import emit, emit_one_of_many, output_option
 
 if TYPE_CHECKING:
     from genlock.v1 import operator_pb2
@@ -18,7 +18,7 @@ WORKER_COLUMNS = (
     "worker", "role", "state", "endpoint", "pages", "free", "quarantined", "running", "waiting", "leases", "tokens",
     "detail",
 )  # fmt: skip
-
+WIDE_COLUMNS = ("pid", "incarnation", "engine", "steps", "step age ms", "metrics")
 PAIR_COLUMNS = ("decode", "prefill", "reason", "detail")
 
 
@@ -26,12 +26,17 @@ PAIR_COLUMNS = ("decode", "prefill", "reason", "detail")
     epilog="""\b
 Examples:
   genlock status
+  genlock status -o wide
   genlock status --watch
   genlock status --endpoint 10.0.0.7:50051 -o json"""
 )
 @client_options
-@click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
-@click.option("--watch", is_flag=True, help="Again every second until Ctrl-C; with -o json one line each.")
+@output_option
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Again every second until Ctrl-C; with -o json one line each, with -o yaml a document each.",
+)
 def command(endpoint: str | None, token: str | None, timeout_s: float, output: str, watch: bool) -> int:
     """Shows each worker with its pool, the checks that were made, and how requests ended."""
     from cluster.cli.client import run_async
@@ -40,38 +45,30 @@ def command(endpoint: str | None, token: str | None, timeout_s: float, output: s
     if watch:
         run_async(_watch(place, token, timeout_s, output))
     else:
-        _print(run_async(_status(place, token, timeout_s)), output)
+        from cluster.cli import render
+
+        status = run_async(_status(place, token, timeout_s))
+        emit(output, lambda: render.as_dict(status), lambda wide: show(status, wide))
     return 0
 
 
-def _print(status: operator_pb2.GetStatusResponse, output: str, one_line: bool = False) -> None:
-    from cluster.cli import render
-
-    if output == "json":
-        tree = render.as_dict(status)
-        if one_line:
-            click.echo(json.dumps(tree, ensure_ascii=False))
-        else:
-            render.print_json(tree)
-    elif output == "yaml":
-        import yaml
-
-        click.echo(yaml.safe_dump(render.as_dict(status), sort_keys=False).rstrip())
-    else:
-        show(status)
-
-
 async def _watch(endpoint: str, token: str | None, timeout_s: float, output: str) -> None:
-    from cluster.cli import render
     from cluster.cli.client import connect
 
     async with connect(endpoint, token, timeout_s) as client:
         while True:
-            status = await client.status()
-            if output == "table":
-                render.stdout().clear()
-            _print(status, output, one_line=True)
+            _print_again(await client.status(), output)
             await asyncio.sleep(WATCH_S)
+
+
+def _print_again(status: operator_pb2.GetStatusResponse, output: str) -> None:
+    from cluster.cli import render
+
+    def redraw(wide: bool) -> None:
+        render.stdout().clear()
+        show(status, wide)
+
+    emit_one_of_many(output, lambda: render.as_dict(status), redraw)
 
 
 async def _status(endpoint: str, token: str | None, timeout_s: float) -> operator_pb2.GetStatusResponse:
@@ -81,7 +78,7 @@ async def _status(endpoint: str, token: str | None, timeout_s: float) -> operato
         return await client.status()
 
 
-def show(status: operator_pb2.GetStatusResponse) -> None:
+def show(status: operator_pb2.GetStatusResponse, wide: bool = False) -> None:
     """Tables on stdout."""
     from cluster.cli import render
 
@@ -90,7 +87,9 @@ def show(status: operator_pb2.GetStatusResponse) -> None:
     out.print(f"{status.model} · genlock {status.version} · up {uptime_s:.0f} s · {running} running", markup=False)
     if status.registry:
         out.print(f"registry: {status.registry}", markup=False)
-    out.print(render.table("", WORKER_COLUMNS, [worker_row(entry) for entry in status.workers]))
+    columns = (*WORKER_COLUMNS, *WIDE_COLUMNS) if wide else WORKER_COLUMNS
+    rows: list[tuple[object, ...]] = [worker_row(entry) + (_more(entry) if wide else ()) for entry in status.workers]
+    out.print(render.table("", columns, rows))
     failing = unproved_pairs(status)
     if failing:
         out.print()
@@ -98,8 +97,8 @@ def show(status: operator_pb2.GetStatusResponse) -> None:
     checks = verification(status)
     if checks:
         out.print()
-        rows = [(name, *counts) for name, counts in sorted(checks.items())]
-        out.print(render.table("Checks of pages, and what happened to pages", ("what", "count", "failed"), rows))
+        counted = [(name, *counts) for name, counts in sorted(checks.items())]
+        out.print(render.table("Checks of pages, and what happened to pages", ("what", "count", "failed"), counted))
     if status.outcomes:
         out.print()
         out.print(render.table("Requests", ("outcome", "count"), sorted(status.outcomes.items())))
@@ -127,6 +126,16 @@ def worker_row(entry: operator_pb2.WorkerEntry) -> tuple[object, ...]:
         facts.tokens,
     )  # fmt: skip
     return (*name, *numbers, entry.detail)
+
+
+def _more(entry: operator_pb2.WorkerEntry) -> tuple[object, ...]:
+    if not entry.HasField("status"):
+        return ("-",) * len(WIDE_COLUMNS)
+    facts = entry.status
+    return (
+        facts.pid, f"{facts.incarnation:x}", facts.transfer_engine, facts.steps, facts.step_age_ms,
+        facts.metrics_endpoint or "-",
+    )  # fmt: skip
 
 
 def verification(status: operator_pb2.GetStatusResponse) -> dict[str, tuple[int, int]]:

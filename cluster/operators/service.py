@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -12,6 +13,7 @@ from genlock.v1 import operator_pb2 as pb
 from genlock.v1 import operator_pb2_grpc as services
 from kvstore.errors import Unavailable
 from wire.calls import answer, responses
+from wire.errors import told_by_peer
 
 M = TypeVar("M", bound=Message)
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -53,15 +55,17 @@ class RemoteBackend:
     async def call(self, name: str, request: Any, actor: str, metadata: Metadata) -> Message:
         stub = await self._find()
         call = getattr(stub, name)(request, timeout=FORWARD_TIMEOUT_S, metadata=_forwarded(metadata))
-        reply: Message = await answer(call)
+        with _controller():
+            reply: Message = await answer(call)
         return reply
 
     async def watch(
         self, request: pb.ListEventsRequest, actor: str, metadata: Metadata
     ) -> AsyncIterator[pb.FleetEvent]:
         stub = await self._find()
-        async for event in responses(stub.WatchEvents(request, metadata=_forwarded(metadata))):
-            yield event
+        with _controller():
+            async for event in responses(stub.WatchEvents(request, metadata=_forwarded(metadata))):
+                yield event
 
 
 class NoFleet:
@@ -79,6 +83,21 @@ class NoFleet:
 
 def no_controller(detail: str = "this gateway knows no controller") -> Unavailable:
     return Unavailable("no_controller", f"{detail}: start one with `genlock controller`, or use `genlock up`")
+
+
+@contextmanager
+def _controller() -> Iterator[None]:
+    """Who is not there is said by name: the caller sees one error of a gateway with many peers."""
+    try:
+        yield
+    except Unavailable as error:
+        if error.reason != "peer_unreachable" or told_by_peer(error.__cause__):
+            raise
+        raise Unavailable(
+            "controller_unreachable",
+            "the controller that the registry names does not answer: see that `genlock controller` runs; "
+            f"{error.message}",
+        ) from error
 
 
 def _forwarded(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cluster.output import emit, output_option
 from cluster.selftest.lab import Subject, load_subject
 from cluster.selftest.rows import ROWS, Row
 from cluster.selftest.run import RowResult, as_json, run_table
@@ -33,7 +33,7 @@ Examples:
 @click.option("--model", "models", multiple=True, type=click.Choice(MODELS), help="Model to test with; default: both.")
 @click.option("--row", "numbers", multiple=True, help="Row to run, such as 4 or 6a; default: all.")
 @click.option("--no-processes", is_flag=True, help="Leave out the rows that kill processes (17, 18).")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output_option
 def command(models: tuple[str, ...], numbers: tuple[str, ...], no_processes: bool, output: str) -> int:
     """Breaks private clusters in every way of the fault table and checks that each fault ends one request with a typed
     error, spares its neighbour, gives every page back, and would have reached the answer without the check.
@@ -43,10 +43,7 @@ def command(models: tuple[str, ...], numbers: tuple[str, ...], no_processes: boo
     # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
     with contextlib.redirect_stdout(sys.stderr), _quiet_logs():
         results = asyncio.run(_run(models or MODELS, rows))
-    if output == "json":
-        click.echo(json.dumps(as_json(results)))
-    else:
-        _print_table(results)
+    emit(output, lambda: as_json(results), lambda _wide: _print_table(results))
     return 0 if all(r.ok for r in results) else 1
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.support.documents import DOCUMENTS, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kvstore", "model", "wire", "prefill", "decode", "cluster", "sim", "bench")
@@ -53,3 +56,32 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 70
     ]
     assert not long
+
+
+PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9]*(?:[_ -][A-Z0-9]+)*")
+
+
+def placeholders(text: str) -> list[str]:
+    """Lines that are one name in capitals: something that was to be filled in. In code, only names with an underscore:
+    `EOF` and the like are the shell's."""
+    found, in_code = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            in_code = not in_code
+        bare = line.strip().strip("`<>{}[]|*$% ")
+        if len(bare) > 2 and PLACEHOLDER.fullmatch(bare) and ("_" in bare or not in_code):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
+    assert not placeholders(document.read_text())
+
+
+def test_a_placeholder_is_seen() -> None:
+    for line in ("GATEWAY_TABLE", "TODO", "  {{ GATEWAY_TABLE }}", "`TRANSFER_2_TABLE`", "| GATEWAY_TABLE |", "TO DO"):
+        assert placeholders(f"Text.\n\n{line}\n\nMore.\n") == [line]
+    for line in ("Set GENLOCK_CA.", "| TTFT | P99 ms |", "## API", "- OK", "| 0 | 1 |", "```\nEOF\n```"):
+        assert placeholders(line) == [], line
+    assert placeholders("```\nGATEWAY_TABLE\n```\n") == ["GATEWAY_TABLE"]
