@@ -9,6 +9,7 @@ from typing import Protocol
 
 from cluster.chaos.arena import Arena
 from cluster.chaos.plan import Fault, PlannedFault
+from cluster.chaos.pressure import Pressure
 from cluster.chaos.registry import RegistryServer
 from cluster.chaos.worker import Switch
 
@@ -33,6 +34,7 @@ class Saboteur:
         self._arena = arena
         self._link = link
         self._registry = registry
+        self._pressure = Pressure()
         self.done: Counter[str] = Counter()
         self.kills = 0
         self.errors: list[str] = []
@@ -42,6 +44,11 @@ class Saboteur:
     def broken(self) -> set[str]:
         """Workers that are under a fault now."""
         return {name for name, count in self._holds.items() if count}
+
+    @property
+    def balloon_mib(self) -> int:
+        """The most memory that one fault took."""
+        return self._pressure.most_mib
 
     async def carry_out(self, fault: PlannedFault) -> None:
         """Waits for the fault's time, breaks, waits, heals. Never raises for what the cluster answers."""
@@ -70,6 +77,7 @@ class Saboteur:
             Fault.REGISTRY_FLUSH: lambda _fault: self._the_registry.flush(),
             Fault.LINK_CUT: self._link_fault,
             Fault.LINK_SLOW: self._link_fault,
+            Fault.MEMORY_PRESSURE: lambda fault: self._pressure.squeeze(fault.amount, fault.for_ms / 1000),
         }
         await work[fault.kind](fault)
 

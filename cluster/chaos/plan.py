@@ -33,6 +33,7 @@ class Fault(StrEnum):
     REGISTRY_FLUSH = "registry_flush"
     LINK_CUT = "link_cut"
     LINK_SLOW = "link_slow"
+    MEMORY_PRESSURE = "memory_pressure"  # another process takes the host's memory for a few seconds
 
 
 LINK_FAULTS = frozenset({Fault.LINK_CUT, Fault.LINK_SLOW})
@@ -89,7 +90,8 @@ class Shape:
 @dataclass(frozen=True)
 class PlannedFault:
     """`at_ms` after the round's start; healed `for_ms` later. `target` is a worker's name, or empty. `amount`: requests
-    of a storm, pages of a small pool, milliseconds of a clock's jump, kbit/s of a slow link."""
+    of a storm, pages of a small pool, milliseconds of a clock's jump, kbit/s of a slow link, percent of the memory that
+    is available."""
 
     at_ms: int
     kind: Fault
@@ -174,6 +176,7 @@ def _drawn(kind: Fault, at_ms: int, target: str, rng: random.Random) -> PlannedF
         Fault.REGISTRY_FLUSH: ((0, 0), (0, 0)),
         Fault.LINK_CUT: ((500, 6000), (0, 0)),
         Fault.LINK_SLOW: ((2000, 6000), (256, 4096)),
+        Fault.MEMORY_PRESSURE: ((3000, 8000), (40, 75)),
     }
     (low, high), (least, most) = spans[kind]
     return PlannedFault(at_ms, kind, target, rng.randint(low, high), rng.randint(least, most))
