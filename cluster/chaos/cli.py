@@ -132,7 +132,14 @@ def _show_plan(shape: Shape, as_json: bool) -> int:
         click.echo(json.dumps([asdict(played) for played in plan]))
         return 0
     rows = [
-        (number + 1, fault.at_ms, fault.kind.value, fault.target or "-", fault.for_ms, fault.amount)
+        (
+            number + 1,
+            fault.at_ms,
+            fault.kind.value,
+            " - ".join(filter(None, (fault.target, fault.peer))) or "-",
+            fault.for_ms,
+            fault.amount,
+        )
         for number, played in enumerate(plan)
         for fault in played.faults
     ]

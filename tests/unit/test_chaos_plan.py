@@ -77,3 +77,10 @@ def test_memory_pressure_is_of_the_host_and_leaves_it_a_part():
     faults = [fault for played in make_plan(only) for fault in played.faults]
     assert len(faults) == only.rounds
     assert all(f.target == "" and 0 < f.amount < 100 and f.for_ms < SHAPE.round_ms for f in faults)
+
+
+def test_a_fault_of_the_link_is_of_a_pair_and_there_is_none_without_one():
+    only = replace(SHAPE, kinds=(Fault.LINK_CUT, Fault.LINK_SLOW), links=(("decode-1", "prefill-2"),))
+    faults = [fault for played in make_plan(only) for fault in played.faults]
+    assert {(f.target, f.peer) for f in faults} == {("decode-1", "prefill-2")}
+    assert not any(played.faults for played in make_plan(replace(only, links=())))
