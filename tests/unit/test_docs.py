@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.selftest.cli import MODELS
+from cluster.selftest.rows import ROWS
+
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("kvstore", "model", "wire", "prefill", "decode", "cluster", "sim", "bench")
 
@@ -53,3 +56,18 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 70
     ]
     assert not long
+
+
+def test_the_readmes_fault_table_is_that_of_the_rows() -> None:
+    """Its results are a run's, written by `.ci/readme_table`; which rows there are and what their controls leave out
+    are the code's."""
+    text = (
+        (ROOT / "README.md").read_text().split("<!-- fault table: start -->")[1].split("<!-- fault table: end -->")[0]
+    )
+    told = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    good = ["ok", "ok", "fail-closed"]
+    assert [[cells[0], cells[1], cells[5], *cells[3:5], cells[6]] for cells in told[2:]] == [
+        [row.number, row.name, f"{', '.join(row.off)}: wrong answer", *good] for row in ROWS
+    ], "run: genlock selftest -o json > report.json; .ci/readme_table report.json"
+    count = len(ROWS) * len(MODELS)
+    assert f"\n{count} of {count} rows ({' and '.join(MODELS)})" in text
