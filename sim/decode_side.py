@@ -256,7 +256,7 @@ class Attempt:
             self._pulling = False
             return
         assert self._peer is not None, "pages are only promised after the handoff was accepted"
-        world.starting = (self.prefill, decode)
+        world.copies.starting = (self.prefill, decode)
         world.land()  # the fabric's clock is what its copies start from
         try:
             pull = decode.receiver.begin(self._peer, batch, self.request_no, self.start.expected)
@@ -265,13 +265,13 @@ class Attempt:
             self._lose(error)
             self.fail(error)
             return
-        world.judge_begun(self._peer, batch, self.start.expected)
+        world.copies.judge_begun(self._peer, batch, self.start.expected)
         copy = Copy(pull, self)
         decode.copies.append(copy)
         assert isinstance(pull.transfer, MemoryTransfer)
         due = pull.transfer.due_ms
         wait = PULL_TIMEOUT_MS if due is None else max(0, min(due - world.heap.now_ms, PULL_TIMEOUT_MS))
-        if world.last_ending not in (Ending.HONEST, Ending.DROP):
+        if world.copies.last_ending not in (Ending.HONEST, Ending.DROP):
             wait = world.dice.stream("pulls").randrange(wait + 1)
         if due is not None:
             world.heap.after(due - world.heap.now_ms, "land", world.land)
@@ -289,7 +289,7 @@ class Attempt:
             if not self.closed:
                 self.fail(error)
             return
-        world.judge_adopted(copy)
+        world.copies.judge_adopted(copy)
         if self.closed:
             return
         self.rules.verified(batch)

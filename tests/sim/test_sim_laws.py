@@ -157,15 +157,14 @@ def forged(w):
 
 
 def source_gone(w):
-    ended = w._copy_ended
+    ended = w.copies.ended
 
     def gone(transfer):
         ended(transfer)
-        copy = w._copy_of(transfer)
+        copy = w.copies.of(transfer)
         if copy is not None:
             copy.source_live = False
 
-    w._copy_ended = gone
     w.fabric._ended = gone
 
 
