@@ -13,6 +13,7 @@ from kvstore.errors import GenlockError
 
 LAWS: dict[str, str] = {
     "wrong_token": "a token that left differs from the oracle's",
+    "wrong_length": "an answer that ended well has fewer tokens than the oracle's, or an answer has more",
     "token_after_end": "a token left after the request had ended",
     "ended_twice": "a request ended twice",
     "never_ended": "a request did not end after the faults had stopped",

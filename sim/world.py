@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from cluster.control.core import unsettled
 from cluster.router import Route
@@ -84,6 +85,11 @@ class Request:
     @property
     def most_tokens(self) -> int:
         return self.ticket.prompt_tokens + self.ticket.sampling.max_tokens
+
+    @cached_property
+    def whole(self) -> int:
+        """How many tokens the answer has when nothing cuts it short."""
+        return self.oracle.length(self.ticket.sampling)
 
 
 class World:
@@ -323,6 +329,8 @@ class World:
         wanted = request.oracle.answer(index)
         if token != wanted:
             laws.broken("wrong_token", f"request {request.number} token {index}: {token}, the oracle says {wanted}")
+        if index >= request.whole:
+            laws.broken("wrong_length", f"request {request.number} token {index} of {request.whole}")
 
     def on_end(self, request: Request, error: GenlockError | None) -> None:
         self.laws.require(not request.ended, "ended_twice", f"request {request.number}")
@@ -332,6 +340,8 @@ class World:
             request.gateway.on_end(request, error)
         if error is not None:
             self.controller.judge_end(request, error)
+        elif len(request.tokens) != request.whole:
+            self.laws.broken("wrong_length", f"request {request.number}: {len(request.tokens)} of {request.whole}")
         if isinstance(error, InvalidInput):
             self.laws.broken("blames_the_caller", f"request {request.number}: {error.reason} in {error.field}")
         # A caller that went away, or a pool that is too small, needs no fault.

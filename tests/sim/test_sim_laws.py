@@ -71,8 +71,8 @@ def token_after_end(w):
 def end_twice(w):
     d, r = a_request(w)
     request = d.requests[r.request_no]
-    w.on_end(request, None)
-    w.on_end(request, None)
+    w.on_end(request, NoCapacity("full"))
+    w.on_end(request, NoCapacity("full"))
 
 
 def tag_repeats(w):
@@ -212,6 +212,37 @@ def wrong_token(w):
     d.requests[r.request_no].oracle = type("Liar", (), {"answer": lambda self, index: -7})()
 
 
+def end_all(w, cut):
+    """Whether an answer is over after its first token is asked of `cut(sampling)`."""
+    for d in w.decodes:
+        emit = d.core._emit
+
+        def emitted(req, token, d=d, emit=emit):
+            kept = req.ticket
+            req.ticket = replace(kept, sampling=cut(kept.sampling) if req.generated else kept.sampling)
+            outcomes = emit(req, token)
+            req.ticket = replace(req.ticket, sampling=kept.sampling)
+            return outcomes
+
+        d.core._emit = emitted
+
+
+def too_short(w):
+    end_all(w, lambda sampling: replace(sampling, max_tokens=max(1, sampling.max_tokens - 1)))
+
+
+def too_long(w):
+    end_all(w, lambda sampling: replace(sampling, max_tokens=sampling.max_tokens + 1))
+
+
+def deaf_to_ends(w):
+    end_all(w, lambda sampling: replace(sampling, ignore_eos=True, stop_token_ids=()))
+
+
+def too_few_before_the_end(w):
+    end_all(w, lambda sampling: replace(sampling, min_tokens=0))
+
+
 def two_owners(w):
     d, r = a_request(w)
     change_slot(d.guard, r.pages.refs[0].page_id, owner=1 << 30)
@@ -336,6 +367,7 @@ SABOTAGE = {
     "fleet_not_restored": (idle, start_nobody),
     "incarnation_repeats": (idle, same_incarnation),
     "wrong_token": (running, wrong_token),
+    "wrong_length": (lambda w: True, too_short),
     "token_after_end": (running, token_after_end),
     "ended_twice": (running, end_twice),
     "never_ended": (at_once, never_ends),
@@ -362,10 +394,20 @@ SABOTAGE = {
     "crash": (running, crash),
 }
 
+# Other ways to break a law that has more than one side.
+ALSO = [
+    ("wrong_length", lambda w: True, too_long),
+    ("wrong_length", lambda w: True, deaf_to_ends),
+    ("wrong_length", lambda w: True, too_few_before_the_end),
+]
+
 
 def verdict(law: str) -> str | None:
+    return verdict_of(*SABOTAGE[law])
+
+
+def verdict_of(ready, act) -> str | None:
     w = world()
-    ready, act = SABOTAGE[law]
     until(w, ready, act)
     found = w.run()
     return found[0].law if found else None
@@ -383,6 +425,11 @@ def test_every_law_is_tried():
 def test_law_goes_red(law, monkeypatch):
     monkeypatch.setattr("sim.world.LIMIT_MS", 6_000)  # a little more than the longest request
     assert verdict(law) == law
+
+
+@pytest.mark.parametrize(("law", "ready", "act"), ALSO, ids=lambda part: getattr(part, "__name__", part))
+def test_law_goes_red_by_its_other_sides(law, ready, act):
+    assert verdict_of(ready, act) == law
 
 
 def test_a_dead_checker_is_noticed(monkeypatch):
