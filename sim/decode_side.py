@@ -95,6 +95,9 @@ class DecodeWorker(Worker):
             for order in copy.pull.orders
         )  # fmt: skip
 
+    def landing(self) -> list[int]:
+        return [order.local.page_id for copy in self.copies for order in copy.pull.orders]
+
     def _transfers(self) -> list[MemoryTransfer]:
         found = [c.pull.transfer for c in self.copies if not c.pull.transfer.quiesced()]
         return [t for t in found if isinstance(t, MemoryTransfer)]
@@ -165,8 +168,12 @@ class DecodeWorker(Worker):
     def housekeeping(self) -> None:
         if self.receiver.unproved_transfers:
             self.receiver.sweep()
-        self.copies = [c for c in self.copies if not (c.finished and c.pull.transfer.quiesced())]
+        self.drop_proved()
         self.deliver(self.core.expire(self.now))
+
+    def drop_proved(self) -> None:
+        """After each sweep: the copies that are left are exactly those that hold pages."""
+        self.copies = [c for c in self.copies if not (c.finished and c.pull.transfer.quiesced())]
 
 
 class Attempt:
@@ -283,7 +290,10 @@ class Attempt:
         copy.finished, self._pulling = True, False
         world.tally.operations["verify"] += len(batch)
         try:
-            decode.receiver.finish(copy.pull, 0)
+            try:
+                decode.receiver.finish(copy.pull, 0)
+            finally:
+                decode.drop_proved()
         except GenlockError as error:
             self._lose(error)
             if not self.closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,10 @@ class Worker:
     def busy(self, page_id: int) -> bool:
         """Whether a step or a copy may still write the slot."""
         return page_id in self.steps.writing
+
+    def landing(self) -> Collection[int]:
+        """Slots that copies still hold, once for each."""
+        return ()
 
     def begin_life(self, layout: PageLayout, slots: int) -> None:
         world = self.world

@@ -139,8 +139,13 @@ def own_nothing(w):
 
 def write_foreign(w):
     for d in w.decodes:
-        d.steps._judge_entry = lambda step: None
-        d.steps._writable = lambda ref, row: False
+        judge = d.steps._on_write
+
+        def on_write(*seen, steps=d.steps, judge=judge):
+            steps._writable = lambda ref, row: False
+            judge(*seen)
+
+        d.steps._on_write = on_write
 
 
 def forged(w):
@@ -251,6 +256,35 @@ def two_owners(w):
 def counts_differ(w):
     prefill, ref = cached(w)[0]
     change_slot(prefill.guard, ref.page_id, leases=7)
+
+
+def hold_for_nobody(w):
+    d, r = a_request(w)
+    change_slot(d.guard, r.pages.refs[0].page_id, holds=1)
+
+
+def copying(w):
+    return any(not c.finished for d in w.decodes for c in d.copies)
+
+
+def forget_hold(w):
+    d = next(d for d in w.decodes if d.copies)
+    change_slot(d.guard, d.copies[0].pull.orders[0].local.page_id, holds=0)
+
+
+def share_at_decode(w):
+    d, r = a_request(w)
+    change_slot(d.guard, r.pages.refs[0].page_id, shares=1)
+
+
+def lease_at_decode(w):
+    d, r = a_request(w)
+    change_slot(d.guard, r.pages.refs[0].page_id, leases=1)
+
+
+def hold_at_prefill(w):
+    prefill, ref = cached(w)[0]
+    change_slot(prefill.guard, ref.page_id, holds=1)
 
 
 def crash(w):
@@ -399,6 +433,11 @@ ALSO = [
     ("wrong_length", lambda w: True, too_long),
     ("wrong_length", lambda w: True, deaf_to_ends),
     ("wrong_length", lambda w: True, too_few_before_the_end),
+    ("counts_differ", running, hold_for_nobody),
+    ("counts_differ", copying, forget_hold),
+    ("counts_differ", running, share_at_decode),
+    ("counts_differ", running, lease_at_decode),
+    ("counts_differ", cached, hold_at_prefill),
 ]
 
 
