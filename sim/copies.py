@@ -85,6 +85,7 @@ class Copies:
     def ended(self, transfer: MemoryTransfer) -> None:
         copy = self.of(transfer)
         if copy is not None:
+            copy.quiet_ms = self._world.heap.now_ms
             guard = copy.attempt.prefill.guard
             copy.source_live = all(guard.is_live(o.desc.ref) for o in copy.pull.orders)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
+FINISH_MS = 0  # what a worker needs between the bytes and their adoption
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Copy:
     attempt: Attempt
     source_live: bool | None = None  # whether every source page was live when the last byte landed
     finished: bool = False
+    begun_ms: int = 0
+    quiet_ms: int | None = None  # when it could write no more and its end was known
 
 
 class DecodeWorker(Worker):
@@ -273,7 +276,7 @@ class Attempt:
             self.fail(error)
             return
         world.copies.judge_begun(self._peer, batch, self.start.expected)
-        copy = Copy(pull, self)
+        copy = Copy(pull, self, begun_ms=world.heap.now_ms)
         decode.copies.append(copy)
         assert isinstance(pull.transfer, MemoryTransfer)
         due = pull.transfer.due_ms

@@ -46,6 +46,7 @@ class Worker:
         self.life = 0
         self.alive = False
         self.skew_ms = 0
+        self.behind_ms = 0  # how far its clock has jumped back in all
         if world.dice.hit("clock_skew"):
             self.skew_ms = world.dice.stream("clock_skew/by").randrange(60_000)
 
@@ -138,6 +139,8 @@ class Worker:
 
     def _tick(self) -> None:
         if self.world.dice.hit("clock_jump"):
-            self.skew_ms += self.world.dice.stream("clock_jump/by").choice((-300, 200, 1000))
+            by_ms = self.world.dice.stream("clock_jump/by").choice((-300, 200, 1000))
+            self.skew_ms += by_ms
+            self.behind_ms += max(0, -by_ms)
         self.tick()
         self.schedule_tick()

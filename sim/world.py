@@ -18,7 +18,7 @@ from kvstore.keys import PrefixIdentity, PrefixKeyer
 from kvstore.layout import PageLayout
 from kvstore.transfer.faults import FaultHooks
 from model.ticket import Ticket
-from sim import audit
+from sim import audit, deadlines
 from sim.compute import Oracle, small_layouts
 from sim.control_side import Controller
 from sim.copies import Copies
@@ -39,6 +39,7 @@ CALM_AFTER_MS = 150  # faults stop so long after the last request
 PROBE_AFTER_MS = 100  # time for every gateway to look at every worker again
 LIMIT_MS = 17_000  # more than the longest request, and then the longest drain
 HEAVY_EVERY = 32
+SUBMIT_MS = 1
 EVERY_EVENT_SHARE = 0.1  # of the seeds, whose books are audited in full after every event
 
 
@@ -76,6 +77,7 @@ class Request:
     oracle: Oracle
     gateway: Gateway
     gateway_life: int
+    due_ms: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     error: GenlockError | None = None
@@ -217,6 +219,7 @@ class World:
             audit.light(self)
             if heap.events % heavy == 0:
                 audit.heavy(self)
+                deadlines.judge(self)
                 self.controller.judge_overdue()
             if not self.dice.over and heap.now_ms >= self.calm_ms:
                 self.mischief.stop()
@@ -290,7 +293,8 @@ class World:
 
     def _request(self, gateway: Gateway, ticket: Ticket, deadline_ms: int) -> Request:
         oracle = self.oracle(ticket.token_ids)
-        request = Request(len(self.requests), ticket, deadline_ms, oracle, gateway, gateway.life)
+        due_ms = self.heap.now_ms + SUBMIT_MS + deadline_ms
+        request = Request(len(self.requests), ticket, deadline_ms, oracle, gateway, gateway.life, due_ms)
         self.requests.append(request)
         return request
 
@@ -300,7 +304,7 @@ class World:
         assert isinstance(prefill, PrefillWorker)
         lives = (decode.name, decode.life), (prefill.name, prefill.life)
         request.route = Places(decode, route.decode.endpoint, prefill, route.prefill.endpoint, lives)
-        self.heap.after(1, "submit", self._submit, request, request.route)
+        self.heap.after(SUBMIT_MS, "submit", self._submit, request, request.route)
         if self.dice.hit("client_cancel"):
             for _ in range(2 if self.dice.hit("cancel_twice") else 1):
                 self.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
