@@ -198,6 +198,8 @@ class Controller:
         heard, self._heard = self._heard, []
         for seen in heard:
             self._count(seen)
+            row = self.state.rows.get(seen.worker_id)
+            world.tally.meet("worker", row.phase.lower() if row is not None else "unknown", type(seen).__name__)
         self.state = replace(self.state, desired=self.desired)
         self.state, actions = reconcile(self.state, world.heap.now_ms, heard)
         for seen in heard:

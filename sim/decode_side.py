@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from decode.core import DecodeCore, DecodeLimits, Emitted, Finished, Outcome, Preempted, StartHandoff
-from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver
+from decode.core import DecodeCore, DecodeLimits, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
 from decode.peers import PeerTable
 from kvstore.errors import Cancelled, GenlockError, PageFault, TransferError, TransferTimeout, Unavailable
 from kvstore.guard import Published
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
 FINISH_MS = 0  # what a worker needs between the bytes and their adoption
+
+
+_EVENTS: dict[type[object], str] = {Accepted: "accepted", PagePromised: "page", Completed: "completed"}
+
+
+def kind_of(outcome: Outcome[SimToken]) -> str:
+    """What happened to a request, as the coverage names it."""
+    if isinstance(outcome, Failed):
+        return outcome.error.reason if outcome.error.reason in ("cancelled", "deadline_exceeded") else "failed"
+    return {Emitted: "token", Finished: "finished", Preempted: "preempted"}[type(outcome)]
 
 
 @dataclass
@@ -65,6 +75,7 @@ class DecodeWorker(Worker):
         self.registry = IncarnationRegistry()
         self.peers = PeerTable(self.engine, self.registry)
         self.requests: dict[int, Request] = {}
+        self.stages: dict[int, str] = {}  # how far each request has come, for the coverage
         self.attempts: dict[int, Attempt] = {}
         self.copies: list[Copy] = []  # not yet quiet
         self.steps = StepDriver(self)
@@ -117,6 +128,7 @@ class DecodeWorker(Worker):
             world.on_end(request, error)
             return
         self.requests[number] = request
+        self.stages[number] = "waiting"
         request.at_decode = (self, self.life, number)
         self.steps.kick()
 
@@ -130,18 +142,21 @@ class DecodeWorker(Worker):
     def deliver(self, outcomes: Sequence[Outcome[SimToken]]) -> None:
         world = self.world
         for outcome in outcomes:
-            request = self.requests[outcome.request_no]
+            number = outcome.request_no
+            request = self.requests[number]
+            world.tally.meet("request", self.stages[number], kind_of(outcome))
             if isinstance(outcome, Emitted):
                 world.on_token(request, outcome.token.token_id)
                 continue
-            attempt = self.attempts.pop(outcome.request_no, None)
+            attempt = self.attempts.pop(number, None)
             if attempt is not None:
                 attempt.close()
             if isinstance(outcome, Preempted):
                 world.tally.reasons["preempted"] += 1
                 request.preempted = True
+                self.stages[number] = "waiting"
                 continue
-            del self.requests[outcome.request_no]
+            del self.requests[number], self.stages[number]
             error = None if isinstance(outcome, Finished) else outcome.error
             if error is not None:
                 world.tally.reasons[error.reason] += 1
@@ -156,6 +171,7 @@ class DecodeWorker(Worker):
             assert route is not None, "it came by a route"
             attempt = Attempt(self, start, route.prefill, route.prefill_endpoint)
             self.attempts[start.request_no] = attempt
+            self.stages[start.request_no] = "handoff"
             attempt.open()
         plan, outcomes = self.core.plan(self.now)
         self.deliver(outcomes)
@@ -215,13 +231,14 @@ class Attempt:
     def on_event(self, event: HandoffEvent[SimToken]) -> None:
         if self.closed:
             return
+        self.world.tally.meet("handoff", self.rules.state, _EVENTS[type(event)])
         try:
             order = self.rules.on_event(event)
             if isinstance(event, Accepted):
                 self._peer = self.decode.peers.connect(self.prefill.name, event.export)
                 self._renew_later(event)
         except GenlockError as error:
-            self.fail(error)
+            self._refused(error)
             return
         if order is not None:
             self._orders.append(order)
@@ -233,10 +250,11 @@ class Attempt:
     def on_end(self, error: GenlockError | None) -> None:
         if self.closed:
             return
+        self.world.tally.meet("handoff", self.rules.state, "error" if error else "end")
         try:
             self.rules.on_end(error)
         except GenlockError as ended:
-            self.fail(ended)
+            self._refused(ended)
             return
         if self.rules.completed is None:  # only a control gets here: an end taken for completion
             if not self.rules.ready:
@@ -273,7 +291,7 @@ class Attempt:
         except GenlockError as error:
             self._pulling = False
             self._lose(error)
-            self.fail(error)
+            self._refused(error)
             return
         world.copies.judge_begun(self._peer, batch, self.start.expected)
         copy = Copy(pull, self, begun_ms=world.heap.now_ms)
@@ -299,8 +317,7 @@ class Attempt:
                 decode.drop_proved()
         except GenlockError as error:
             self._lose(error)
-            if not self.closed:
-                self.fail(error)
+            self._refused(error)
             return
         world.copies.judge_adopted(copy)
         if self.closed:
@@ -323,6 +340,7 @@ class Attempt:
             return
         self._release(suspect=False)
         self.decode.attempts.pop(self.request_no, None)
+        self.decode.stages[self.request_no] = "joined"
         self.closed = True
         if self._call is not None:  # it stays open for the release to arrive
             self.decode.later(HANG_UP_MS, "hang-up", self.world.net.hang_up, self._call)
@@ -330,6 +348,12 @@ class Attempt:
         self.decode.steps.kick()
 
     # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _refused(self, error: GenlockError) -> None:
+        """A check said no; where the request has ended already nobody else is told."""
+        self.world.tally.rejects[error.reason] += 1
+        if not self.closed:
+            self.fail(error)
 
     def fail(self, error: GenlockError) -> None:
         self.world.tally.reasons[error.reason] += 1

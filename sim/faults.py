@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 ARMED_SHARE = 0.25  # chance that a site is armed in a seed
 CALM_SHARE = 0.06  # chance that a seed has no fault at all
 _RATES = (0.005, 0.02, 0.06)
-_SELDOM = frozenset(("drain_lost", "start_fails", "end_unheard"))  # few opportunities in a run
+_SELDOM = frozenset(("drain_lost", "start_fails", "end_unheard", "clock_skew"))  # few opportunities in a run
 _SELDOM_RATES = (0.1, 0.2, 0.5)
 
 

@@ -202,6 +202,7 @@ class StepDriver:
         for row, result in zip(plan.rows, published, strict=True):
             if result.error is not None:
                 world.tally.reasons[result.error.reason] += 1
+                world.tally.rejects[result.error.reason] += 1
             elif not all(map(guard.is_live, row.pages.refs)):
                 world.laws.broken("published_stale", f"{self._worker.name} request {row.request_no}")
 
