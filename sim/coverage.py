@@ -39,6 +39,9 @@ IMPOSSIBLE: dict[tuple[SlotState, SlotEvent], str] = {
 }
 
 
+# Where in a handoff its lease can end.
+GAPS = ("before the pull", "during the copy", "between data and tags", "before the release")
+
 # Of the states of a handoff as decode sees it, FAILED is left out: what comes after it finds the attempt closed.
 _HANDOFF = ("called", "accepted", "completed")
 _HANDOFF_EVENTS = ("accepted", "page", "completed", "end", "error")
@@ -61,7 +64,8 @@ _WORKER: dict[str, tuple[str, ...]] = {
 
 def named_cells() -> list[str]:
     """Cells beside those of the slots: states of handoffs, requests and workers with what can happen to them."""
-    made = [f"handoff {state} x {event}" for state in _HANDOFF for event in _HANDOFF_EVENTS]
+    made = [f"lease ends {gap}" for gap in GAPS]
+    made += [f"handoff {state} x {event}" for state in _HANDOFF for event in _HANDOFF_EVENTS]
     made += [f"request {state} x {event}" for state, events in _REQUEST.items() for event in events]
     return made + [f"worker {state} x {event}" for state, events in _WORKER.items() for event in events]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
-FINISH_MS = 0  # what a worker needs between the bytes and their adoption
+FINISH_MS = 3  # what a worker needs at most between the data and the source's tags
 
 
 _EVENTS: dict[type[object], str] = {Accepted: "accepted", PagePromised: "page", Completed: "completed"}
@@ -50,6 +50,7 @@ class Copy:
     pull: Pull
     attempt: Attempt
     source_live: bool | None = None  # whether every source page was live when the last byte landed
+    arrived: bool = False  # its end was seen
     finished: bool = False
     begun_ms: int = 0
     quiet_ms: int | None = None  # when it could write no more and its end was known
@@ -284,6 +285,7 @@ class Attempt:
             self._pulling = False
             return
         assert self._peer is not None, "pages are only promised after the handoff was accepted"
+        self._lease_may_end("before the pull")
         world.copies.starting = (self.prefill, decode)
         world.land()  # the fabric's clock is what its copies start from
         try:
@@ -301,30 +303,57 @@ class Attempt:
         wait = PULL_TIMEOUT_MS if due is None else max(0, min(due - world.heap.now_ms, PULL_TIMEOUT_MS))
         if world.copies.last_ending not in (Ending.HONEST, Ending.DROP):
             wait = world.dice.stream("pulls").randrange(wait + 1)
+        if world.dice.hit("lease_expires"):
+            decode.later(world.dice.stream("lease_expires/when").randrange(wait + 1), "lease", self._end_lease, copy)
         if due is not None:
             world.heap.after(due - world.heap.now_ms, "land", world.land)
-        decode.later(wait, "pulled", self._finish, copy)
+        decode.later(wait, "pulled", self._judge_data, copy)
 
-    def _finish(self, copy: Copy) -> None:
-        world, decode, batch = self.world, self.decode, copy.pull.orders
+    def _judge_data(self, copy: Copy) -> None:
+        """The pull's thread works on, whether or not its request has ended."""
+        world, decode = self.world, self.decode
         world.land()
-        copy.finished, self._pulling = True, False
-        world.tally.operations["verify"] += len(batch)
+        copy.arrived = True
+        world.tally.operations["verify"] += len(copy.pull.orders)
         try:
-            try:
-                decode.receiver.finish(copy.pull, 0)
-            finally:
-                decode.drop_proved()
+            decode.receiver.judge_data(copy.pull, 0)
         except GenlockError as error:
+            self._end_copy(copy)
             self._lose(error)
             self._refused(error)
             return
+        self._lease_may_end("between data and tags")
+        decode.later(world.dice.stream("tags").randrange(FINISH_MS + 1), "tags", self._adopt, copy)
+
+    def _adopt(self, copy: Copy) -> None:
+        world, decode, batch = self.world, self.decode, copy.pull.orders
+        try:
+            decode.receiver.adopt(copy.pull, 0)
+        except GenlockError as error:
+            self._end_copy(copy)
+            self._lose(error)
+            self._refused(error)
+            return
+        self._end_copy(copy)
         world.copies.judge_adopted(copy)
         if self.closed:
             return
         self.rules.verified(batch)
         self._pull_soon()
         self._check_ready()
+
+    def _end_copy(self, copy: Copy) -> None:
+        copy.finished, self._pulling = True, False
+        self.decode.receiver.end(copy.pull)
+        self.decode.drop_proved()
+
+    def _lease_may_end(self, gap: str) -> None:
+        if self.world.dice.hit("lease_expires"):
+            self.world.mischief.end_lease(self, gap)
+
+    def _end_lease(self, copy: Copy) -> None:
+        if not copy.arrived:
+            self.world.mischief.end_lease(self, "during the copy")
 
     def _lose(self, error: GenlockError) -> None:
         """As the shell does: a read that failed by itself forgets the connection."""
@@ -338,6 +367,8 @@ class Attempt:
         ends = finish_reason(done.first.token_id, ticket.generated_tokens + 1, ticket.sampling, (EOS,)) is not None
         if not (self.rules.ready or ends):
             return
+        if self.rules.ready:
+            self._lease_may_end("before the release")
         self._release(suspect=False)
         self.decode.attempts.pop(self.request_no, None)
         self.decode.stages[self.request_no] = "joined"

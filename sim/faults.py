@@ -53,6 +53,7 @@ class Faults:
     cancel_lost: float = 0.0
     cancel_twice: float = 0.0
     unknown_command: float = 0.0
+    lease_expires: float = 0.0
     # callers
     client_cancel: float = 0.0
     client_repeat: float = 0.0

@@ -11,7 +11,7 @@ from kvstore.header import PageHeader
 from kvstore.ids import PageRef
 from kvstore.lifecycle import Slot, SlotState
 from kvstore.registry import IncarnationRegistry
-from sim.decode_side import DecodeWorker
+from sim.decode_side import Attempt, DecodeWorker
 from sim.gateway_side import Gateway
 from sim.prefill_side import PrefillWorker
 from sim.watch import WatchedGuard
@@ -60,6 +60,19 @@ class Mischief:
         for ref in refs:
             guard.rot(ref.page_id, 140 + self._rng.randrange(40), 3)
         guard.retire(refs, HOG)
+
+    def end_lease(self, attempt: Attempt, gap: str) -> None:
+        """Time runs out for a handoff's promise in one of its gaps; half of the times its pages are taken at once."""
+        prefill, accepted = attempt.prefill, attempt.rules.accepted
+        if accepted is None or not prefill.alive:
+            return
+        promised = accepted.handoff_id in prefill.core.leases
+        if self._dice.stream("lease_expires/how").random() < 0.5:
+            self._expire(prefill)
+        else:
+            self.recycle_source(prefill)
+        if promised and accepted.handoff_id not in prefill.core.leases:
+            self._world.tally.met[f"lease ends {gap}"] += 1
 
     def _expire(self, prefill: PrefillWorker) -> None:
         """The worker's clock runs ahead for a moment."""
