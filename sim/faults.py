@@ -72,6 +72,7 @@ class Faults:
     list_lost: float = 0.0
     list_unread: float = 0.0
     list_late: float = 0.0
+    list_emptied: float = 0.0
     cordon: float = 0.0
     scale_down: float = 0.0
     drain_short: float = 0.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PERIOD_MS = 10
 RESTART_MS = 15
+BEAT_MS = 40  # so soon a living worker registers again
 HOG = 1 << 40  # owner numbers that no request has
 STRANGER = HOG + 1
 RUDE_CALLS = 12
@@ -120,6 +121,11 @@ class Mischief:
         if dice.hit("list_lost") and world.list.up:
             world.list.up = False
             world.heap.after(rng.randrange(20, 150), "list-back", self._list_back)
+
+        if dice.hit("list_emptied"):
+            world.list.empty()
+            for worker in world.workers:
+                worker.later(dice.stream("list_emptied/beat").randrange(1, BEAT_MS), "beat", world.list.beat, worker)
 
     def _again(self) -> None:
         if not self._world.controller.alive:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, KeysView, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -158,7 +158,7 @@ class World:
         return self.kit.layouts[place % len(self.kit.layouts)], tells
 
     @property
-    def names(self) -> Collection[str]:
+    def names(self) -> KeysView[str]:
         """Every name that a worker has or had."""
         return self._by_name.keys()
 
@@ -234,7 +234,7 @@ class World:
         if self._left or not self.dice.over or not all(r.ended for r in self.requests):
             return not len(self.heap)
         # A cordon ends by itself; the record of a worker that is gone may keep one.
-        cordoned = any(entry.cordoned and self.worker(name).alive for name, entry in self.list.entries.items())
+        cordoned = any(self.worker(name).alive for name in self.list.cordoned)
         at_work = cordoned or any(w.working for w in self.workers if w.alive) or not self.controller.settled
         if at_work or self.net.open:
             self._calm_since_ms = None

@@ -303,9 +303,9 @@ def forget_cordons(w):
     for gateway in w.gateways:
         take = gateway._take_list
 
-        def keep(revision, entries, gateway=gateway, take=take):
+        def keep(listed, gateway=gateway, take=take):
             fleet = gateway.fleet
-            take(revision, entries)
+            take(listed)
             gateway.fleet = fleet
 
         gateway._take_list = keep
