@@ -40,6 +40,7 @@ from cluster.control.state import (
 from cluster.control.tally import Tally
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event
+from cluster.registry.rules import revision_moved
 from cluster.registry.tell import record_of
 from cluster.roles import Role
 from genlock.v1 import worker_pb2
@@ -217,13 +218,7 @@ class Controller:
         Unavailable where the registry does not answer."""
         for _try in range(MAX_CHANGE_TRIES):
             current = await self._read_desired()
-            if change.expected_revision and current.revision != change.expected_revision:
-                raise Conflict(
-                    "revision_moved",
-                    f"the fleet's revision is {current.revision}, not {change.expected_revision}: look again and "
-                    "repeat the change",
-                    field="expected_revision",
-                )
+            _check_revision(current, change)
             wanted = make(current)
             try:
                 stored = await self.registry.replace_desired(wanted, current.revision)
@@ -233,6 +228,11 @@ class Controller:
             self._wake.set()
             return stored
         raise Unavailable("registry_busy", "what is wanted changes faster than this change can be made: try again")
+
+    async def expect(self, change: Change) -> None:
+        """Raises Conflict where the caller expects another revision; for changes that may turn out to be none."""
+        if change.expected_revision:
+            _check_revision(await self._read_desired(), change)
 
     def record(self, kind: str, subject: str, message: str, change: Change | None = None) -> None:
         """An event; kept as soon as the registry takes it."""
@@ -478,3 +478,8 @@ class Controller:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _check_revision(current: Desired, change: Change) -> None:
+    if change.expected_revision and current.revision != change.expected_revision:
+        raise revision_moved(current.revision, change.expected_revision)

@@ -285,6 +285,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     # The fleet.
     "revision_moved": ("ABORTED", "The fleet was changed by somebody else since it was looked at; nothing was done.",
                        "Look again (`genlock get workers`), then repeat the change.", False),
+    "key_used": ("ABORTED", "That idempotency key was another change's, or another operator's; nothing was done.",
+                 "Take a new key for a new change; repeat the very same request to retry one.", False),
     "counts_moved": ("ABORTED", "The desired counts are not those that were named; nothing was done.",
                      "Look again, then repeat the change.", False),
     "last_worker": ("FAILED_PRECONDITION", "It is the last ready worker of its role; without it nothing is served.",

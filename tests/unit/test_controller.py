@@ -211,7 +211,7 @@ async def test_a_start_that_hangs_is_cancelled_by_the_kill():
         (lambda o: o.drain(["decode-0"], [], ME, deadline_ms=-1), InvalidInput, "bad_deadline", "deadline_ms"),
         (lambda o: o.restart("prefill-0", ME), Refused, "last_worker", "workers"),
         (lambda o: o.cordon(["x"], [], True, ME), NotFound, "unknown_worker", "workers"),
-        (lambda o: o.set_autoscale("bounds: {}", None, ME), Refused, "no_autoscaler", "policy"),
+        (lambda o: o.set_autoscale(lambda _kept: "bounds: {}", None, ME), Refused, "no_autoscaler", "policy"),
     ],
 )
 async def test_refusals_change_nothing(call, kind: type, reason: str, field: str):
@@ -235,7 +235,7 @@ async def test_the_same_key_twice_is_carried_out_once_and_a_dry_run_not_at_all()
         keyed = replace(ME, idempotency_key="k1")
         first = await world.operations.drain(["decode-0"], [], keyed)
         assert (first.desired.decode, first.repeated) == (1, False)
-        second = await world.operations.drain(["decode-1"], [], keyed)
+        second = await world.operations.drain(["decode-0"], [], keyed)
         assert (second.desired.decode, second.repeated) == (1, True)
         await world.until(lambda s: "decode-0" not in s.rows)
         await world.settled()
@@ -284,10 +284,10 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
         operations.start()
         await asyncio.sleep(0.03)
         assert not asked.is_set(), "no policy, no question"
-        await operations.set_autoscale("bounds: {}", True, ME)
+        await operations.set_autoscale(lambda _kept: "bounds: {}", True, ME)
         await asyncio.sleep(0.03)
         assert not asked.is_set(), "paused"
-        await operations.set_autoscale("bounds: {}", False, ME)
+        await operations.set_autoscale(lambda _kept: "bounds: {}", False, ME)
         await world.until(lambda s: len(s.of(Role.DECODE)) == 3)
         await world.settled()
         assert (await operations.decisions(1)) == (record,)

@@ -84,7 +84,7 @@ async def test_decisions_by_outcome_and_what_went_wrong_with_them() -> None:
             Verdict(None, None, "enough"), Verdict(2, 1, "moves"), ZeroDivisionError(), Verdict(999, 1, "cannot be"),
         )  # fmt: skip
         operations = Operations(world.controller, says, autoscale_ms=1)
-        await operations.set_autoscale("{}", None, ME)
+        await operations.set_autoscale(lambda _kept: "{}", None, ME)
         operations.start()
         async with asyncio.timeout(10):
             while says.verdicts:
