@@ -7,7 +7,7 @@ ready worker that tells nothing makes its role's numbers missing: the policy hol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from cluster.autoscale.decide import Counts, Decision, Memory, decide
@@ -138,25 +138,26 @@ class Meter:
 
 
 class Scaler:
-    """Memory between decisions. `arrivals`: requests that came lately as the front door saw them; it is what wakes a
-    fleet that has gone to zero."""
+    """Memory between decisions."""
 
-    def __init__(self, arrivals: Callable[[], float | None] = lambda: None, window_ms: float = WINDOW_MS) -> None:
+    def __init__(self, window_ms: float = WINDOW_MS) -> None:
         self._meter = Meter(window_ms)
-        self._arrivals = arrivals
         self._memory = Memory()
         self._text = ""
         self._policy = Policy()
 
-    def decide(self, text: str, told: Sequence[Told], current: Counts, now_ms: float) -> Decision:
-        """`text`: the policy's YAML. Raises InvalidInput when it cannot be read."""
+    def decide(
+        self, text: str, told: Sequence[Told], current: Counts, now_ms: float, at_door: float | None = None
+    ) -> Decision:
+        """`text`: the policy's YAML. `at_door`: requests that came to gateways since the last decision, or wait there;
+        it is what wakes a fleet that has gone to zero. None: no gateway tells, so nobody could wake it, and it does
+        not go there. Raises InvalidInput when the policy cannot be read."""
         if text != self._text:
             # Wishes under another policy say nothing about this one.
             self._policy, self._text, self._memory = policy_from(text), text, Memory()
         seen = self._meter.read(told, now_ms)
-        at_door = self._arrivals()
-        if at_door is not None:
-            seen = Signals(seen.prefill, seen.decode, max(at_door, seen.arrivals or 0.0))
+        arrivals = None if at_door is None else max(at_door, seen.arrivals or 0.0)
+        seen = Signals(seen.prefill, seen.decode, arrivals)
         if current == Counts(0, 0) and at_door:
             waiting = DecodeSignals(**{**asdict(seen.decode), "waiting": at_door})
             backlog = PrefillSignals(**{**asdict(seen.prefill), "backlog_tokens": at_door})

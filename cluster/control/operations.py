@@ -338,7 +338,7 @@ class Operations(FleetControl):
         desired = self._controller.state.desired
         if not desired.autoscale or desired.autoscale_paused:
             return
-        verdict = autoscaler.decide(self._view(), self._controller.clocks.now_ms())
+        verdict = await autoscaler.decide(self._view(), self._controller.clocks.now_ms())
         if verdict is None:
             return
         if verdict.record is not None:

@@ -104,6 +104,12 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "too_many_peers": (
         "RESOURCE_EXHAUSTED", "A worker is connected to as many peers as it may.",
         "Restart workers that are long gone under other names, or split the cluster.", False),
+    "too_many_gateways": (
+        "RESOURCE_EXHAUSTED", "The registry knows as many gateways as it may; this one's requests wake no fleet.",
+        "Use one namespace for each cluster.", False),
+    "fleet_asleep": (
+        "RESOURCE_EXHAUSTED", "The fleet has gone to zero; this request has begun to wake it.",
+        "Come again after the retry delay, or set api.queue_ms above the time that a worker needs to start.", True),
     "too_many_workers": (
         "RESOURCE_EXHAUSTED", "The registry knows as many workers as it may.",
         "Remove workers, or use one namespace for each cluster.", False),

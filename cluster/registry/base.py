@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 
 
 class Registry(Protocol):
@@ -35,6 +35,14 @@ class Registry(Protocol):
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
         """All records whose time has not run out, by worker id."""
+        ...
+
+    async def put_gateway(self, record: GatewayRecord, ttl_ms: int) -> None:
+        """Keeps what a gateway tells of its door for `ttl_ms`. Raises NoCapacity (`too_many_gateways`)."""
+        ...
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        """All whose time has not run out, by id."""
         ...
 
     async def desired(self) -> Desired:

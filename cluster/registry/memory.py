@@ -7,18 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cluster.registry.base import Registry
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import (
     MAX_ANSWERS,
     MAX_EVENT_BATCH,
+    MAX_GATEWAYS,
     MAX_KEYS,
     MAX_RECORDS,
     check_answer,
+    check_gateway,
     check_ttl,
     check_worker,
     next_revision,
     revision_moved,
     takes_over,
+    too_many_gateways,
     too_many_keys,
     too_many_workers,
 )
@@ -32,6 +35,7 @@ class MemoryRegistry(Registry):
         self._event_limit = event_limit
         # Each value with the time when it goes.
         self._workers: dict[str, tuple[WorkerRecord, float]] = {}
+        self._gateways: dict[str, tuple[GatewayRecord, float]] = {}
         self._answers: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
         self._desired = Desired()
         self._events: list[Event] = []
@@ -68,6 +72,18 @@ class MemoryRegistry(Registry):
     async def workers(self) -> tuple[WorkerRecord, ...]:
         self._prune()
         return tuple(self._workers[worker_id][0] for worker_id in sorted(self._workers))
+
+    async def put_gateway(self, record: GatewayRecord, ttl_ms: int) -> None:
+        check_gateway(record)
+        check_ttl(ttl_ms)
+        self._prune()
+        if record.gateway_id not in self._gateways and len(self._gateways) >= MAX_GATEWAYS:
+            raise too_many_gateways()
+        self._gateways[record.gateway_id] = (record, self._now_ms() + ttl_ms)
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        self._prune()
+        return tuple(self._gateways[key][0] for key in sorted(self._gateways))
 
     async def desired(self) -> Desired:
         return self._desired
@@ -129,3 +145,5 @@ class MemoryRegistry(Registry):
         now_ms = self._now_ms()
         for worker_id in [key for key, (_, until_ms) in self._workers.items() if until_ms <= now_ms]:
             del self._workers[worker_id]
+        for gateway_id in [key for key, (_, until_ms) in self._gateways.items() if until_ms <= now_ms]:
+            del self._gateways[gateway_id]

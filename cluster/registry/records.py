@@ -38,6 +38,17 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True)
+class GatewayRecord:
+    """What one life of a gateway tells of its door."""
+
+    gateway_id: str
+    # Requests that were admitted, since it started.
+    arrived: int = 0
+    # Requests that wait for a worker now.
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
 class Desired:
     """What the operator (or the autoscaler) wants. Each change has the next revision; 0: nothing was ever asked."""
 

@@ -1,6 +1,7 @@
 """The registry in a Redis-protocol server (Redis 6.2 or later, Valkey), for more than one host.
 
-Keys, all in one hash slot: {namespace}:workers, :expiry, :desired, :events, :answer:<digest>. See docs/registry.md.
+Keys, all in one hash slot: {namespace}:workers, :expiry, :gateways, :gateway_expiry, :desired, :events,
+:answer:<digest>. See docs/registry.md.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cluster.registry import codec, scripts
 from cluster.registry.base import Registry
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import (
     MAX_EVENT_BATCH,
+    MAX_GATEWAYS,
     MAX_KEYS,
     MAX_RECORDS,
     check_answer,
+    check_gateway,
     check_ttl,
     check_worker,
     revision_moved,
+    too_many_gateways,
     too_many_keys,
     too_many_workers,
 )
@@ -79,7 +83,7 @@ class RedisRegistry(Registry):
         check_ttl(ttl_ms)
         text = codec.encode_worker(record)
         kept = await self._eval(
-            scripts.PUT_WORKER, ("workers", "expiry"),
+            scripts.PUT_RECORD, ("workers", "expiry"),
             record.worker_id, text, ttl_ms, record.incarnation, record.started_ms, MAX_RECORDS,
         )  # fmt: skip
         if kept == -1:
@@ -89,9 +93,25 @@ class RedisRegistry(Registry):
         await self._eval(scripts.REMOVE_WORKER, ("workers", "expiry"), worker_id, incarnation)
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
-        texts = await self._eval(scripts.WORKERS, ("workers", "expiry"))
+        texts = await self._eval(scripts.RECORDS, ("workers", "expiry"))
         records = [self._read(partial(codec.decode_worker, text)) for text in texts]
         return tuple(sorted((r for r in records if r is not None), key=lambda record: record.worker_id))
+
+    async def put_gateway(self, record: GatewayRecord, ttl_ms: int) -> None:
+        check_gateway(record)
+        check_ttl(ttl_ms)
+        # A gateway has one life under its id: there is none to be superseded by.
+        kept = await self._eval(
+            scripts.PUT_RECORD, ("gateways", "gateway_expiry"),
+            record.gateway_id, codec.encode_gateway(record), ttl_ms, 0, 0, MAX_GATEWAYS,
+        )  # fmt: skip
+        if kept == -1:
+            raise too_many_gateways()
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        texts = await self._eval(scripts.RECORDS, ("gateways", "gateway_expiry"))
+        records = [self._read(partial(codec.decode_gateway, text)) for text in texts]
+        return tuple(sorted((r for r in records if r is not None), key=lambda record: record.gateway_id))
 
     async def desired(self) -> Desired:
         """Raises also Unavailable (`registry_newer`) where a later release has written it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from cluster.registry.records import WorkerRecord
+from cluster.registry.records import GatewayRecord, WorkerRecord
 from cluster.roles import MAX_FLEET
 from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from kvstore.ids import INCARNATION_BITS
 
 # Records of workers: those whose life ended without a word stay until their time is out.
 MAX_RECORDS = 4 * MAX_FLEET
+MAX_GATEWAYS = 1024
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 4096
 MAX_ANSWER_BYTES = 1 << 20
@@ -44,6 +45,18 @@ def too_many_keys() -> NoCapacity:
 
 def too_many_workers() -> NoCapacity:
     return NoCapacity("too_many_workers", f"{MAX_RECORDS} workers are registered already", field="worker_id")
+
+
+def too_many_gateways() -> NoCapacity:
+    return NoCapacity("too_many_gateways", f"{MAX_GATEWAYS} gateways are registered already", field="gateway_id")
+
+
+def check_gateway(record: GatewayRecord) -> None:
+    """Raises InvalidInput naming the field."""
+    if not 0 < len(record.gateway_id) <= MAX_NAME_CHARS:
+        raise InvalidInput(
+            "bad_gateway_record", f"gateway_id must have 1 to {MAX_NAME_CHARS} chars", field="gateway_id"
+        )
 
 
 def check_worker(record: WorkerRecord) -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 from cluster.registry import memory, redis
 from cluster.registry.base import Registry
 from cluster.registry.memory import MemoryRegistry
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.redis import RedisRegistry
 from cluster.roles import Role
 from kvstore.errors import Conflict, InvalidInput, NoCapacity
@@ -122,6 +122,39 @@ async def test_a_record_that_names_nothing_is_refused(world: World, field: str) 
         await world.registry.put_worker(replace(RECORD, **{field: 0 if field == "incarnation" else ""}), 1000)
     assert caught.value.field == field
     assert await world.registry.workers() == ()
+
+
+async def test_what_gateways_tell_is_kept_while_they_tell_it(world: World) -> None:
+    assert await world.registry.gateways() == ()
+    await world.registry.put_gateway(GatewayRecord("b", 3, 1), 60_000)
+    await world.registry.put_gateway(GatewayRecord("a", 1), 300)
+    told = GatewayRecord("b", 7, 0)
+    await world.registry.put_gateway(told, 60_000)
+    assert await world.registry.gateways() == (GatewayRecord("a", 1), told)
+    assert await world.registry.workers() == (), "they are no workers"
+    await world.wait(350)
+    assert await world.registry.gateways() == (told,)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+async def test_a_gateway_without_a_name_is_refused(world: World, name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await world.registry.put_gateway(GatewayRecord(name), 60_000)
+    assert caught.value.field == "gateway_id"
+
+
+async def test_there_are_only_so_many_gateways(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, redis):
+        monkeypatch.setattr(module, "MAX_GATEWAYS", 2)
+    await world.registry.put_gateway(GatewayRecord("one"), 300)
+    await world.registry.put_gateway(GatewayRecord("two"), 60_000)
+    with pytest.raises(NoCapacity) as caught:
+        await world.registry.put_gateway(GatewayRecord("three"), 60_000)
+    assert caught.value.reason == "too_many_gateways"
+    await world.registry.put_gateway(GatewayRecord("two", 5), 60_000)
+    await world.wait(350)
+    await world.registry.put_gateway(GatewayRecord("three"), 60_000)
+    assert [record.gateway_id for record in await world.registry.gateways()] == ["three", "two"]
 
 
 async def test_a_registry_that_is_full_takes_no_new_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ EACH = pytest.mark.parametrize("rpc", CHANGES)
 
 
 class NoScaler:
-    def decide(self, view: object, now_ms: float) -> None:
+    async def decide(self, view: object, now_ms: float) -> None:
         return None
 
 

@@ -274,7 +274,7 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
     record = operator_pb2.AutoscaleDecision(reasons=["backlog"])
 
     class Scaler:
-        def decide(self, view, now_ms):
+        async def decide(self, view, now_ms):
             asked.set()
             return Verdict(None, 3, "backlog", record)
 

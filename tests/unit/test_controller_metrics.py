@@ -68,7 +68,7 @@ class Says:
     def __init__(self, *verdicts: Verdict | Exception) -> None:
         self.verdicts = list(verdicts)
 
-    def decide(self, _view, _now_ms):
+    async def decide(self, _view, _now_ms):
         if not self.verdicts:
             return None
         verdict = self.verdicts.pop(0)
