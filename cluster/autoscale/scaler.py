@@ -23,12 +23,14 @@ MAX_LIVES = 8192
 
 @dataclass(frozen=True)
 class Told:
-    """One worker's answer. `status` None: it did not answer. `ready`: new requests may go to it."""
+    """One worker's answer. `status` None: it did not answer. `ready`: new requests may go to it. `at_ms`: when the
+    status was asked for, on the clock of the decisions; None: just now."""
 
     worker_id: str
     role: str
     ready: bool
     status: worker_pb2.WorkerStatus | None
+    at_ms: float | None = None
 
 
 @dataclass
@@ -56,9 +58,10 @@ class Meter:
             present.add(key)
             life = self._lives.setdefault(key, _Life())
             readings = life.readings
+            at_ms = now_ms if one.at_ms is None else one.at_ms
             # Closer samples than a window's share would push the old ones out.
-            if not readings or now_ms - readings[-1][0] >= self._window_ms / (MAX_SAMPLES - 2):
-                readings.append((now_ms, one.status.load))
+            if not readings or at_ms - readings[-1][0] >= self._window_ms / (MAX_SAMPLES - 2):
+                readings.append((at_ms, one.status.load))
             while len(readings) > 2 and readings[1][0] <= now_ms - self._window_ms:
                 readings.popleft()
         for key in [key for key in self._lives if key not in present][:MAX_LIVES]:
@@ -94,7 +97,7 @@ class Meter:
             self._speed = computed / busy_ms * 1000
         waited = sum(self._moved(one, "queued") for one in answered)
         return PrefillSignals(
-            at_ms=now_ms,
+            at_ms=_oldest_ms(answered, now_ms),
             ready=sum(one.ready for one in workers),
             backlog_tokens=float(sum(one.status.load.backlog_tokens for one in answered if one.status)),
             arriving_tokens_per_s=sum(self._moved(one, "arrived_tokens") for one in answered)
@@ -119,7 +122,7 @@ class Meter:
         statuses = [one.status for one in answered if one.status]
         tokens = sum(self._moved(one, "token_count") for one in answered)
         return DecodeSignals(
-            at_ms=now_ms,
+            at_ms=_oldest_ms(answered, now_ms),
             ready=sum(one.ready for one in workers),
             running=float(sum(status.running_requests for status in statuses)),
             waiting=float(sum(status.waiting_requests for status in statuses)),
@@ -135,6 +138,11 @@ class Meter:
         """Requests that came to decode workers in the window; None where nobody could have told."""
         answered = [one for one in told if one.role == "decode" and one.status is not None]
         return sum(self._moved(one, "arrived_requests") for one in answered) if answered else None
+
+
+def _oldest_ms(answered: Sequence[Told], now_ms: float) -> float:
+    """When the oldest answer was asked for: the policy judges whether that is too long ago."""
+    return min((one.at_ms for one in answered if one.at_ms is not None), default=now_ms)
 
 
 class Scaler:

@@ -41,6 +41,8 @@ class WorkerRow:
     drain_left_ms: int = 0
     # As it was last told, not to be changed; None when the worker does not answer.
     status: worker_pb2.WorkerStatus | None = None
+    # When that was asked, milliseconds of the controller's own clock.
+    asked_ms: float = 0.0
 
 
 @dataclass(frozen=True)

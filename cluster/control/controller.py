@@ -82,6 +82,8 @@ class _Life:
     """What the shell keeps of one life."""
 
     status: worker_pb2.WorkerStatus | None = None
+    # When that status was asked for.
+    asked_ms: float = 0.0
     asking: asyncio.Task[None] | None = None
     checking: bool = False
     starting: asyncio.Task[None] | None = None
@@ -190,10 +192,10 @@ class Controller:
                 raise
             await self.keeper.room.check(counts)
 
-    def status_of(self, row: Row) -> worker_pb2.WorkerStatus | None:
-        """The last answer of this life; None while it does not answer."""
+    def status_of(self, row: Row) -> tuple[worker_pb2.WorkerStatus | None, float]:
+        """The last answer of this life and when it was asked for; None while it does not answer."""
         life = self._lives.get(row.life)
-        return life.status if life is not None and row.alive else None
+        return (life.status, life.asked_ms) if life is not None and row.alive else (None, 0.0)
 
     def hear(self, seen: Observation) -> None:
         self._heard.append(seen)
@@ -331,7 +333,7 @@ class Controller:
         peers = {other.worker_id: other.incarnation for other in prefills}
         told = told_of(status, row.worker_id, row.life, asked_ms, peers)
         if not row.incarnation or row.incarnation == status.incarnation:
-            life.status = status
+            life.status, life.asked_ms = status, asked_ms
             await self._feed(row, life, status)
         self.hear(told)
         if status.proves_peers and not life.checking:

@@ -306,6 +306,7 @@ class Operations(FleetControl):
         )
 
     def _worker_row(self, row: Row, now_ms: float) -> WorkerRow:
+        status, asked_ms = self._controller.status_of(row)
         return WorkerRow(
             worker_id=row.worker_id,
             role=row.role,
@@ -318,7 +319,8 @@ class Operations(FleetControl):
             node=row.node,
             restarts=row.restarts,
             drain_left_ms=max(0, row.deadline_ms - int(now_ms)) if row.phase is Phase.DRAINING else 0,
-            status=self._controller.status_of(row),
+            status=status,
+            asked_ms=asked_ms,
         )
 
     # --- autoscaling --------------------------------------------------------------------------------------------------

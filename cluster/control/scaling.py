@@ -37,4 +37,5 @@ class PolicyScaler:
 
 
 def _told(row: WorkerRow) -> Told:
-    return Told(row.worker_id, row.role.value, row.phase == Phase.READY.value and not row.cordoned, row.status)
+    ready = row.phase == Phase.READY.value and not row.cordoned
+    return Told(row.worker_id, row.role.value, ready, row.status, row.asked_ms)

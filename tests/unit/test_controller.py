@@ -11,6 +11,7 @@ import pytest
 from cluster.control.api import Change
 from cluster.control.hands import Verdict
 from cluster.control.operations import Operations
+from cluster.control.scaling import PolicyScaler
 from cluster.control.state import Phase
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired
@@ -18,6 +19,7 @@ from cluster.roles import Role
 from genlock.v1 import operator_pb2
 from kvstore.errors import Conflict, InvalidInput, NoCapacity, NotFound, Refused, Unavailable
 from tests.support.control_world import POLICY, FakeFleet, World, now_ms
+from wire.clocks import unix_ms
 from wire.ending import end_tasks
 
 ME = Change("me", "because")
@@ -296,6 +298,26 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
             ("autoscaler", "backlog")
         ]
         await operations.stop()
+
+
+async def test_answers_that_do_not_come_any_more_get_old_for_the_autoscaler(monkeypatch) -> None:
+    async def nobody() -> None:
+        return None
+
+    async with World() as world:
+        await world.settled()
+
+        async def hangs(_endpoint: str, _timeout_ms: int) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(world.fleet, "status", hangs)
+        await asyncio.sleep(0.05)
+        view = replace(await world.operations.view(), desired=Desired(1, 1, 1, autoscale="stale_ms: 1000"))
+        scaler, asked_ms = PolicyScaler(unix_ms, nobody), min(row.asked_ms for row in view.workers)
+        assert 0 < now_ms() - asked_ms < 10_000
+        for age_ms, stale in ((1000, False), (1001, True)):
+            verdict = await scaler.decide(view, asked_ms + age_ms)
+            assert ("metrics are" in verdict.reason) is stale
 
 
 async def test_a_cancellation_that_is_swallowed_is_repeated() -> None:
