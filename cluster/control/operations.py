@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from cluster.control.api import Change, FleetControl, FleetView, NodeRow, ScalePlan, WorkerRow
 from cluster.control.controller import Controller
 from cluster.control.core import ROLES, leavers, unsettled
+from cluster.control.decisions import Decisions
 from cluster.control.hands import Autoscaler
 from cluster.control.keys import check_same, kept_of
 from cluster.control.state import DrainAsked, Phase, Row, State
@@ -24,7 +25,6 @@ from wire.errors import surprise
 
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
-MAX_DECISIONS = 1000
 AUTOSCALER = "autoscaler"
 
 
@@ -47,7 +47,7 @@ class Operations(FleetControl):
         self._controller = controller
         self._autoscaler = autoscaler
         self._autoscale_ms = autoscale_ms
-        self._decisions: deque[operator_pb2.AutoscaleDecision] = deque(maxlen=MAX_DECISIONS)
+        self._decisions = Decisions(controller.registry)
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -67,7 +67,7 @@ class Operations(FleetControl):
         return self._view()
 
     async def decisions(self, limit: int) -> tuple[operator_pb2.AutoscaleDecision, ...]:
-        return tuple(self._decisions)[: max(0, limit)]
+        return await self._decisions.last(limit)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
         return tuple(await self._controller.hands.nodes())
@@ -329,7 +329,10 @@ class Operations(FleetControl):
         while True:
             await asyncio.sleep(self._autoscale_ms / 1000)
             try:
-                await self._autoscale(autoscaler)
+                try:
+                    await self._autoscale(autoscaler)
+                finally:
+                    await self._decisions.keep()
             except GenlockError as error:
                 self._controller.record("autoscale", "fleet", f"not carried out: {error.message}")
             except Exception as unexpected:
@@ -344,7 +347,7 @@ class Operations(FleetControl):
         if verdict is None:
             return
         if verdict.record is not None:
-            self._decisions.appendleft(verdict.record)
+            self._decisions.add(verdict.record)
         prefill, decode = verdict.prefill, verdict.decode
         if (prefill, decode) != (None, None) and (prefill, decode) != (desired.prefill, desired.decode):
             change = Change(AUTOSCALER, verdict.reason, expected_revision=desired.revision)

@@ -70,6 +70,15 @@ class Registry(Protocol):
         """The newest events, oldest of them first, at most `limit` and MAX_EVENT_BATCH. Reads no others."""
         ...
 
+    async def append_decision(self, decision: bytes) -> None:
+        """Keeps one decision of the autoscaler; the oldest go beyond MAX_DECISIONS. Raises InvalidInput
+        (`decision_too_long`)."""
+        ...
+
+    async def last_decisions(self, limit: int = 100) -> tuple[bytes, ...]:
+        """The newest decisions, newest first, at most `limit` and MAX_DECISIONS."""
+        ...
+
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         """Keeps what was answered under an idempotency key. Returns the earlier answer where the key was known, and
         keeps that one."""

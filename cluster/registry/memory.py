@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -10,11 +10,13 @@ from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import (
     MAX_ANSWERS,
+    MAX_DECISIONS,
     MAX_EVENT_BATCH,
     MAX_GATEWAYS,
     MAX_KEYS,
     MAX_RECORDS,
     check_answer,
+    check_decision,
     check_gateway,
     check_ttl,
     check_worker,
@@ -40,6 +42,7 @@ class MemoryRegistry(Registry):
         self._desired = Desired()
         self._events: list[Event] = []
         self._sequence = 0
+        self._decisions: deque[bytes] = deque(maxlen=MAX_DECISIONS)
         self._keys: dict[str, str] = {}
 
     @property
@@ -120,6 +123,13 @@ class MemoryRegistry(Registry):
     async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
         count = min(limit, MAX_EVENT_BATCH)
         return tuple(self._events[-count:]) if count > 0 else ()
+
+    async def append_decision(self, decision: bytes) -> None:
+        check_decision(decision)
+        self._decisions.appendleft(decision)
+
+    async def last_decisions(self, limit: int = 100) -> tuple[bytes, ...]:
+        return tuple(self._decisions)[: max(0, limit)]
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)

@@ -1,7 +1,7 @@
 """The registry in a Redis-protocol server (Redis 6.2 or later, Valkey), for more than one host.
 
 Keys, all in one hash slot: {namespace}:workers, :expiry, :gateways, :gateway_expiry, :desired, :events,
-:answer:<digest>. See docs/registry.md.
+:decisions, :answer:<digest>. See docs/registry.md.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from cluster.registry import codec, scripts
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import (
+    MAX_DECISIONS,
     MAX_EVENT_BATCH,
     MAX_GATEWAYS,
     MAX_KEYS,
     MAX_RECORDS,
     check_answer,
+    check_decision,
     check_gateway,
     check_ttl,
     check_worker,
@@ -139,7 +141,7 @@ class RedisRegistry(Registry):
 
     async def append_event(self, event: Event) -> Event:
         writer, limit = self._random_bytes(16).hex(), self._config.event_limit
-        sequence = await self._eval(scripts.APPEND_EVENT, ("events",), codec.encode_event(event), writer, limit)
+        sequence = await self._eval(scripts.APPEND, ("events",), codec.encode_event(event), writer, limit)
         return replace(event, sequence=int(sequence))
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
@@ -154,6 +156,18 @@ class RedisRegistry(Registry):
         if count < 1:
             return ()
         return self._events(reversed(await self._call(lambda: self._redis.xrevrange(key, "+", "-", count))))
+
+    async def append_decision(self, decision: bytes) -> None:
+        check_decision(decision)
+        writer = self._random_bytes(16).hex()
+        await self._eval(scripts.APPEND, ("decisions",), decision, writer, MAX_DECISIONS)
+
+    async def last_decisions(self, limit: int = 100) -> tuple[bytes, ...]:
+        count, key = min(limit, MAX_DECISIONS), self._key("decisions")
+        if count < 1:
+            return ()
+        entries = await self._call(lambda: self._redis.xrevrange(key, "+", "-", count))
+        return tuple(fields[b"event"] for _entry_id, fields in entries if b"event" in fields)
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)

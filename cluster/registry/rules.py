@@ -16,6 +16,9 @@ MAX_ANSWER_BYTES = 1 << 20
 MAX_ANSWERS = 10_000
 MAX_KEYS = 100_000
 MAX_EVENT_BATCH = 10_000
+# Of the autoscaler, the last ones: seven hours at one every five seconds.
+MAX_DECISIONS = 5_000
+MAX_DECISION_BYTES = 16 << 10
 MAX_TTL_MS = 7 * 86_400_000
 
 
@@ -75,6 +78,12 @@ def check_answer(key: str, answer: bytes) -> None:
         raise InvalidInput("bad_idempotency_key", f"must have 1 to {MAX_NAME_CHARS} chars", field="idempotency_key")
     if len(answer) > MAX_ANSWER_BYTES:
         raise InvalidInput("answer_too_long", f"an answer has at most {MAX_ANSWER_BYTES} bytes", field="answer")
+
+
+def check_decision(decision: bytes) -> None:
+    """Raises InvalidInput."""
+    if len(decision) > MAX_DECISION_BYTES:
+        raise InvalidInput("decision_too_long", f"a decision has at most {MAX_DECISION_BYTES} bytes", field="decision")
 
 
 def check_ttl(ttl_ms: int) -> None:

@@ -78,9 +78,9 @@ return {1, revision}
 """
 )
 
-# KEYS events (stream); ARGV JSON, writer, most events. Returns the sequence number: above the last one and, since a
-# flush forgets that, not below the time in milliseconds.
-APPEND_EVENT = (
+# KEYS events or decisions (stream); ARGV record, writer, most records. Returns the sequence number: above the last one
+# and, since a flush forgets that, not below the time in milliseconds.
+APPEND = (
     _NOW
     + """
 local last = 0

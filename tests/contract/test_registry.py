@@ -15,6 +15,7 @@ from cluster.registry.base import Registry
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.redis import RedisRegistry
+from cluster.registry.rules import MAX_DECISION_BYTES
 from cluster.roles import Role
 from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from tests.support.valkey import Valkey
@@ -155,6 +156,25 @@ async def test_there_are_only_so_many_gateways(world: World, monkeypatch: pytest
     await world.wait(350)
     await world.registry.put_gateway(GatewayRecord("three"), 60_000)
     assert [record.gateway_id for record in await world.registry.gateways()] == ["three", "two"]
+
+
+async def test_the_last_decisions_are_kept_newest_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "MAX_DECISIONS", 3)
+    if isinstance(world.registry, MemoryRegistry):
+        monkeypatch.setattr(memory, "MAX_DECISIONS", 3)
+        world.registry = MemoryRegistry(lambda: 0.0, EVENT_LIMIT)
+    assert await world.registry.last_decisions() == ()
+    texts = [bytes([number, 0, 255]) for number in range(5)]
+    for text in texts:
+        await world.registry.append_decision(text)
+    newest_first = tuple(reversed(texts))
+    assert await world.registry.last_decisions(100) == newest_first[:3]
+    assert await world.registry.last_decisions(2) == newest_first[:2]
+    assert await world.registry.last_decisions(0) == await world.registry.last_decisions(-1) == ()
+    with pytest.raises(InvalidInput) as caught:
+        await world.registry.append_decision(bytes(MAX_DECISION_BYTES + 1))
+    assert caught.value.reason == "decision_too_long"
+    assert await world.registry.events() == (), "they are no events"
 
 
 async def test_a_registry_that_is_full_takes_no_new_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
