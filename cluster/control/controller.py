@@ -283,7 +283,7 @@ class Controller:
         try:
             stored = await self.registry.desired()
             if stored.revision < ours.revision:
-                stored = await self.registry.replace_desired(ours, stored.revision)
+                stored = await self._refill(ours, stored.revision)
         except GenlockError as error:
             self.registry_error = error.message
             raise
@@ -292,6 +292,15 @@ class Controller:
             self.superseded = True
         if self.superseded:
             raise Unavailable("superseded", "a later life of the controller has taken over: ask that one")
+        return stored
+
+    async def _refill(self, ours: Desired, found: int) -> Desired:
+        """The registry was flushed, or came back as it once was. Events and answers under keys are gone with it."""
+        again = replace(ours, refills=ours.refills + 1, refilled_ms=self.clocks.unix_ms())
+        stored = await self.registry.replace_desired(again, found)
+        self.tally.refills += 1
+        told = f"lost revision {ours.revision}, had {found}: written again as {stored.revision}"
+        self.record("registry", "fleet", told)
         return stored
 
     def _sweep(self) -> None:

@@ -155,7 +155,7 @@ class Cluster:
         gateway.state.metrics.registry.register(ControllerCollector(lambda: read_controller(controller, operations)))
         operations.start()
         gateway.state.backend = LocalBackend(FleetOperations(operations, unix_ms))
-        self._watch = RegistryWatch(gateway.state, registry)
+        self._watch = RegistryWatch(gateway.state, registry, unix_ms)
         self._watch.start()
 
     async def _stop_control(self) -> list[str]:

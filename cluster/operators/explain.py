@@ -104,6 +104,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "too_many_peers": (
         "RESOURCE_EXHAUSTED", "A worker is connected to as many peers as it may.",
         "Restart workers that are long gone under other names, or split the cluster.", False),
+    "decision_too_long": ("INVALID_ARGUMENT", "A decision of the autoscaler is longer than the registry keeps.",
+                          "It is shown while this controller lives; report it.", False),
     "too_many_gateways": (
         "RESOURCE_EXHAUSTED", "The registry knows as many gateways as it may; this one's requests wake no fleet.",
         "Use one namespace for each cluster.", False),

@@ -174,7 +174,7 @@ _WORKER: Mapping[str, Reader] = MappingProxyType(
 _GATEWAY: Mapping[str, Reader] = MappingProxyType({"gateway_id": _text, "arrived": _count, "waiting": _count})
 _DESIRED: Mapping[str, Reader] = MappingProxyType(
     {
-        **dict.fromkeys(("prefill", "decode", "controller_starts"), _count),
+        **dict.fromkeys(("prefill", "decode", "controller_starts", "refills", "refilled_ms"), _count),
         "cordoned": _names,
         "autoscale": _text,
         "controller_endpoint": _text,

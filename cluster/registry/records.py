@@ -66,6 +66,9 @@ class Desired:
     controller_endpoint: str = ""
     # Restarts that were asked for, by worker id: a drain that ends in a new worker.
     restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # How often the controller found a store that had lost this and wrote it again, and when it did so last (0: never).
+    refills: int = 0
+    refilled_ms: int = 0
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,13 @@ async def test_a_registry_that_was_flushed_gets_back_what_is_wanted():
         assert (await world.registry.desired()).decode == 2
         await world.settled()
         assert len(world.fleet.workers) == 3
+        kept = await world.registry.desired()
+        assert kept.refills == world.controller.tally.refills == 1
+        assert abs(kept.refilled_ms - unix_ms()) < 60_000
+        async with asyncio.timeout(5):
+            while not (told := [one for one in await world.operations.events(0, 1000) if one.kind == "registry"]):
+                await asyncio.sleep(0.01)
+        assert [one.message for one in told] == [f"lost revision {revision}, had 0: written again as {kept.revision}"]
 
 
 async def test_a_registry_that_is_away_stops_changes_and_nothing_else():

@@ -38,6 +38,7 @@ async def test_phases_counts_and_settling() -> None:
         assert seen.by("genlock_fleet_desired_workers", "role") == {("prefill",): 1, ("decode",): 2}
         assert seen.value("genlock_fleet_settled") == 1
         assert seen.value("genlock_controller_registry_up") == 1
+        assert seen.value("genlock_controller_registry_refills_total") == 0
         assert 0 <= seen.value("genlock_controller_loop_age_seconds") < 60
         assert seen.value("genlock_controller_events_total") > 0
         world.fleet.workers["decode-1"].running_requests = 1

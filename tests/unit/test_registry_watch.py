@@ -203,7 +203,7 @@ async def test_a_registry_that_fails_changes_nothing_but_the_health(error: Excep
         config=load().config, arrived=3, waiting=(),
     )  # fmt: skip
     state.set_fleet = lambda fleet: setattr(state, "fleet", fleet)
-    watch = RegistryWatch(state, registry)
+    watch = RegistryWatch(state, registry, lambda: 50_000)
     await watch.look()
     assert state.registry_health() == "ok"
     fleet = state.fleet
@@ -218,6 +218,9 @@ async def test_a_registry_that_fails_changes_nothing_but_the_health(error: Excep
     registry.error = None
     await watch.look()
     assert state.registry_health() == "ok"
+    await registry.replace_desired(Desired(prefill=1, decode=1, refills=1, refilled_ms=38_000), 0)
+    await watch.look()
+    assert state.registry_health() == "ok; refilled 12 s ago"
     assert [(record.arrived, record.waiting) for record in await registry.gateways()] == [(3, 0)]
 
 
@@ -227,7 +230,7 @@ async def test_a_registry_that_does_not_take_what_a_gateway_tells_is_shown(monke
         fleet=Fleet(), sources=SimpleNamespace(now_ms=lambda: 0.0, random_bytes=bytes), config=load().config,
         arrived=3, waiting=(), set_asleep=lambda _asleep: None,
     )  # fmt: skip
-    watch = RegistryWatch(state, MemoryRegistry(lambda: 0.0))
+    watch = RegistryWatch(state, MemoryRegistry(lambda: 0.0), lambda: 50_000)
     await watch.look()
     assert state.registry_health() == (
         "ok; does not take what this gateway tells: 1024 gateways are registered already"
