@@ -7,6 +7,7 @@ a read fails by itself ─► the peer is forgotten, and connected anew by the n
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class PeerTable:
         self._peers: dict[int, Peer] = {}
         self._verdicts: dict[str, PeerVerdict] = {}
         self._turns: dict[str, _Turn] = {}
+        self._met: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @property
@@ -67,6 +69,25 @@ class PeerTable:
         """The last one of each worker, newest last."""
         with self._lock:
             return tuple(self._verdicts.values())
+
+    @property
+    def untried(self) -> int:
+        """Workers whose first exchange is under way: they are known, and there is no verdict yet."""
+        with self._lock:
+            return sum(name not in self._verdicts for name in self._met)
+
+    @contextmanager
+    def meeting(self, name: str) -> Iterator[None]:
+        """While a worker is asked for its pool and proved."""
+        with self._lock:
+            self._met[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._met[name] -= 1
+                if not self._met[name]:
+                    del self._met[name]
 
     def connect(self, name: str, export: PoolExport) -> Peer:
         """Raises StalePage for a dead incarnation, Unavailable or InvalidInput where the engine refuses, Unavailable

@@ -92,6 +92,10 @@ class Handoffs:
     async def check_peer(self, endpoint: str, worker: str) -> PeerVerdict:
         """Asks a prefill worker for its pool and proves it, unless that is done for the pool's present life. Never
         raises for what the peer does: a pair that fails is an answer."""
+        with self.peers.meeting(worker):
+            return await self._check_peer(endpoint, worker)
+
+    async def _check_peer(self, endpoint: str, worker: str) -> PeerVerdict:
         try:
             stub = await self.stub(endpoint)
             answered = await answer(stub.GetPool(worker_pb2.GetPoolRequest(), timeout=POOL_TIMEOUT_S))

@@ -28,9 +28,11 @@ class HealthLimits:
 
 
 def ready(status: worker_pb2.WorkerStatus, limits: HealthLimits) -> bool:
-    """Steps, takes requests, and no exchange of a page with every known peer has failed. Pure."""
-    proofs = status.peers
-    proved = not status.proves_peers or not proofs or any(proof.passed for proof in proofs)
+    """Steps, takes requests, and has passed an exchange of a page with a peer, where it must and knows of one. Where no
+    peer is known, as in a fleet of one role, it waits for nobody. Who has pairs proved asks for the worker's status and
+    not for this, so nothing waits for itself. Pure."""
+    known = bool(status.peers) or status.untried_peers > 0
+    proved = not status.proves_peers or not known or any(proof.passed for proof in status.peers)
     return not status.draining and proved and status.step_age_ms <= limits.ready_ms
 
 

@@ -7,7 +7,7 @@ ready worker that tells nothing makes its role's numbers missing: the policy hol
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from cluster.autoscale.decide import Counts, Decision, Memory, decide
@@ -23,12 +23,14 @@ MAX_LIVES = 8192
 
 @dataclass(frozen=True)
 class Told:
-    """One worker's answer. `status` None: it did not answer. `ready`: new requests may go to it."""
+    """One worker's answer. `status` None: it did not answer. `ready`: new requests may go to it. `at_ms`: when the
+    status was asked for, on the clock of the decisions; None: just now."""
 
     worker_id: str
     role: str
     ready: bool
     status: worker_pb2.WorkerStatus | None
+    at_ms: float | None = None
 
 
 @dataclass
@@ -56,9 +58,10 @@ class Meter:
             present.add(key)
             life = self._lives.setdefault(key, _Life())
             readings = life.readings
+            at_ms = now_ms if one.at_ms is None else one.at_ms
             # Closer samples than a window's share would push the old ones out.
-            if not readings or now_ms - readings[-1][0] >= self._window_ms / (MAX_SAMPLES - 2):
-                readings.append((now_ms, one.status.load))
+            if not readings or at_ms - readings[-1][0] >= self._window_ms / (MAX_SAMPLES - 2):
+                readings.append((at_ms, one.status.load))
             while len(readings) > 2 and readings[1][0] <= now_ms - self._window_ms:
                 readings.popleft()
         for key in [key for key in self._lives if key not in present][:MAX_LIVES]:
@@ -94,7 +97,7 @@ class Meter:
             self._speed = computed / busy_ms * 1000
         waited = sum(self._moved(one, "queued") for one in answered)
         return PrefillSignals(
-            at_ms=now_ms,
+            at_ms=_oldest_ms(answered, now_ms),
             ready=sum(one.ready for one in workers),
             backlog_tokens=float(sum(one.status.load.backlog_tokens for one in answered if one.status)),
             arriving_tokens_per_s=sum(self._moved(one, "arrived_tokens") for one in answered)
@@ -119,7 +122,7 @@ class Meter:
         statuses = [one.status for one in answered if one.status]
         tokens = sum(self._moved(one, "token_count") for one in answered)
         return DecodeSignals(
-            at_ms=now_ms,
+            at_ms=_oldest_ms(answered, now_ms),
             ready=sum(one.ready for one in workers),
             running=float(sum(status.running_requests for status in statuses)),
             waiting=float(sum(status.waiting_requests for status in statuses)),
@@ -137,26 +140,32 @@ class Meter:
         return sum(self._moved(one, "arrived_requests") for one in answered) if answered else None
 
 
-class Scaler:
-    """Memory between decisions. `arrivals`: requests that came lately as the front door saw them; it is what wakes a
-    fleet that has gone to zero."""
+def _oldest_ms(answered: Sequence[Told], now_ms: float) -> float:
+    """When the oldest answer was asked for: the policy judges whether that is too long ago."""
+    return min((one.at_ms for one in answered if one.at_ms is not None), default=now_ms)
 
-    def __init__(self, arrivals: Callable[[], float | None] = lambda: None, window_ms: float = WINDOW_MS) -> None:
+
+class Scaler:
+    """Memory between decisions."""
+
+    def __init__(self, window_ms: float = WINDOW_MS) -> None:
         self._meter = Meter(window_ms)
-        self._arrivals = arrivals
         self._memory = Memory()
         self._text = ""
         self._policy = Policy()
 
-    def decide(self, text: str, told: Sequence[Told], current: Counts, now_ms: float) -> Decision:
-        """`text`: the policy's YAML. Raises InvalidInput when it cannot be read."""
+    def decide(
+        self, text: str, told: Sequence[Told], current: Counts, now_ms: float, at_door: float | None = None
+    ) -> Decision:
+        """`text`: the policy's YAML. `at_door`: requests that came to gateways since the last decision, or wait there;
+        it is what wakes a fleet that has gone to zero. None: no gateway tells, so nobody could wake it, and it does
+        not go there. Raises InvalidInput when the policy cannot be read."""
         if text != self._text:
             # Wishes under another policy say nothing about this one.
             self._policy, self._text, self._memory = policy_from(text), text, Memory()
         seen = self._meter.read(told, now_ms)
-        at_door = self._arrivals()
-        if at_door is not None:
-            seen = Signals(seen.prefill, seen.decode, max(at_door, seen.arrivals or 0.0))
+        arrivals = None if at_door is None else max(at_door, seen.arrivals or 0.0)
+        seen = Signals(seen.prefill, seen.decode, arrivals)
         if current == Counts(0, 0) and at_door:
             waiting = DecodeSignals(**{**asdict(seen.decode), "waiting": at_door})
             backlog = PrefillSignals(**{**asdict(seen.prefill), "backlog_tokens": at_door})

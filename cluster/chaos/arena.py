@@ -24,7 +24,7 @@ from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
-from wire.clocks import now_ms
+from wire.clocks import now_ms, unix_ms
 from wire.options import open_channel
 
 READY_TIMEOUT_MS = 60_000
@@ -236,7 +236,7 @@ class Arena:
                 await asyncio.sleep(PORT_PAUSE_S)
         self._gateway = gateway
         if self._registered:
-            self._watch = RegistryWatch(gateway.state, registry_from(self.config, now_ms))
+            self._watch = RegistryWatch(gateway.state, registry_from(self.config, now_ms), unix_ms)
             await self._watch.look()
             self._watch.start()
             return

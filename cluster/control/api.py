@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,13 +13,15 @@ from genlock.v1 import operator_pb2, worker_pb2
 
 @dataclass(frozen=True)
 class Change:
-    """Who changes something, why, and against which state. `expected_revision` 0: any."""
+    """Who changes something, why, and against which state. `expected_revision` 0: any. `asked`: the RPC and a digest of
+    its request; an idempotency key belongs to the actor and to what was asked with it."""
 
     actor: str
     reason: str = ""
     expected_revision: int = 0
     idempotency_key: str = ""
     dry_run: bool = False
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class WorkerRow:
     drain_left_ms: int = 0
     # As it was last told, not to be changed; None when the worker does not answer.
     status: worker_pb2.WorkerStatus | None = None
+    # When that was asked, milliseconds of the controller's own clock.
+    asked_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,10 @@ class NodeRow:
 
 
 class FleetControl(Protocol):
-    """Raises Conflict (`revision_moved`, `counts_moved`), Refused (`last_worker`, `no_controller_policy`...), NotFound
-    (`unknown_worker`, `unknown_node`), InvalidInput naming the field, NoCapacity (`no_place`) naming demand and supply,
+    """Changes are checked against their key and their expected revision before all else, dry runs and such as change
+    nothing too. Raises Conflict (`revision_moved`, `counts_moved`, `key_used`), Refused (`last_worker`,
+    `no_autoscaler`...), NotFound (`unknown_worker`, `unknown_node`), InvalidInput naming the field, NoCapacity
+    (`no_place`) naming demand and supply,
     Unavailable (`registry_unreachable`)."""
 
     async def view(self) -> FleetView: ...
@@ -105,8 +111,15 @@ class FleetControl(Protocol):
 
     async def restart(self, worker: str, change: Change, *, deadline_ms: int = 0, force: bool = False) -> FleetView: ...
 
-    async def set_autoscale(self, policy: str, paused: bool | None, change: Change) -> FleetView:
-        """`policy`: YAML, already validated; empty turns autoscaling off. `paused` None: stays."""
+    async def set_autoscale(self, policy: Callable[[str], str], paused: bool | None, change: Change) -> FleetView:
+        """`policy`: from the YAML that is kept to what is wanted, validated; empty turns autoscaling off. It may be
+        asked again where somebody else changes the fleet in between. `paused` None: stays."""
+        ...
+
+    async def apply(
+        self, prefill: int | None, decode: int | None, policy: Callable[[str], str] | None, change: Change
+    ) -> FleetView:
+        """Counts and policy as one change. None: stays."""
         ...
 
     async def decisions(self, limit: int) -> tuple[operator_pb2.AutoscaleDecision, ...]:

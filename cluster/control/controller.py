@@ -40,6 +40,7 @@ from cluster.control.state import (
 from cluster.control.tally import Tally
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event
+from cluster.registry.rules import revision_moved
 from cluster.registry.tell import record_of
 from cluster.roles import Role
 from genlock.v1 import worker_pb2
@@ -81,6 +82,8 @@ class _Life:
     """What the shell keeps of one life."""
 
     status: worker_pb2.WorkerStatus | None = None
+    # When that status was asked for.
+    asked_ms: float = 0.0
     asking: asyncio.Task[None] | None = None
     checking: bool = False
     starting: asyncio.Task[None] | None = None
@@ -189,10 +192,10 @@ class Controller:
                 raise
             await self.keeper.room.check(counts)
 
-    def status_of(self, row: Row) -> worker_pb2.WorkerStatus | None:
-        """The last answer of this life; None while it does not answer."""
+    def status_of(self, row: Row) -> tuple[worker_pb2.WorkerStatus | None, float]:
+        """The last answer of this life and when it was asked for; None while it does not answer."""
         life = self._lives.get(row.life)
-        return life.status if life is not None and row.alive else None
+        return (life.status, life.asked_ms) if life is not None and row.alive else (None, 0.0)
 
     def hear(self, seen: Observation) -> None:
         self._heard.append(seen)
@@ -217,13 +220,7 @@ class Controller:
         Unavailable where the registry does not answer."""
         for _try in range(MAX_CHANGE_TRIES):
             current = await self._read_desired()
-            if change.expected_revision and current.revision != change.expected_revision:
-                raise Conflict(
-                    "revision_moved",
-                    f"the fleet's revision is {current.revision}, not {change.expected_revision}: look again and "
-                    "repeat the change",
-                    field="expected_revision",
-                )
+            _check_revision(current, change)
             wanted = make(current)
             try:
                 stored = await self.registry.replace_desired(wanted, current.revision)
@@ -233,6 +230,11 @@ class Controller:
             self._wake.set()
             return stored
         raise Unavailable("registry_busy", "what is wanted changes faster than this change can be made: try again")
+
+    async def expect(self, change: Change) -> None:
+        """Raises Conflict where the caller expects another revision; for changes that may turn out to be none."""
+        if change.expected_revision:
+            _check_revision(await self._read_desired(), change)
 
     def record(self, kind: str, subject: str, message: str, change: Change | None = None) -> None:
         """An event; kept as soon as the registry takes it."""
@@ -281,7 +283,7 @@ class Controller:
         try:
             stored = await self.registry.desired()
             if stored.revision < ours.revision:
-                stored = await self.registry.replace_desired(ours, stored.revision)
+                stored = await self._refill(ours, stored.revision)
         except GenlockError as error:
             self.registry_error = error.message
             raise
@@ -290,6 +292,15 @@ class Controller:
             self.superseded = True
         if self.superseded:
             raise Unavailable("superseded", "a later life of the controller has taken over: ask that one")
+        return stored
+
+    async def _refill(self, ours: Desired, found: int) -> Desired:
+        """The registry was flushed, or came back as it once was. Events and answers under keys are gone with it."""
+        again = replace(ours, refills=ours.refills + 1, refilled_ms=self.clocks.unix_ms())
+        stored = await self.registry.replace_desired(again, found)
+        self.tally.refills += 1
+        told = f"lost revision {ours.revision}, had {found}: written again as {stored.revision}"
+        self.record("registry", "fleet", told)
         return stored
 
     def _sweep(self) -> None:
@@ -331,7 +342,7 @@ class Controller:
         peers = {other.worker_id: other.incarnation for other in prefills}
         told = told_of(status, row.worker_id, row.life, asked_ms, peers)
         if not row.incarnation or row.incarnation == status.incarnation:
-            life.status = status
+            life.status, life.asked_ms = status, asked_ms
             await self._feed(row, life, status)
         self.hear(told)
         if status.proves_peers and not life.checking:
@@ -478,3 +489,8 @@ class Controller:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _check_revision(current: Desired, change: Change) -> None:
+    if change.expected_revision and current.revision != change.expected_revision:
+        raise revision_moved(current.revision, change.expected_revision)

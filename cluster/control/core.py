@@ -91,6 +91,8 @@ def unsettled(state: State) -> str:
         ready = sum(row.phase is Phase.READY and not row.leaving for row in rows)
         if ready < wanted:
             reasons.append(f"{ready} of {wanted} {role.value} workers are ready")
+        elif ready > wanted:  # before the turn that chooses who goes
+            reasons.append(f"{ready} {role.value} workers are ready, {wanted} wanted")
     odd = (row for row in state.rows.values() if row.phase is not Phase.READY or row.leaving)
     reasons += [
         f"{row.worker_id} is {row.phase.value}" + (f": {row.reason}" if row.reason else "")

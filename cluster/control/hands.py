@@ -102,6 +102,6 @@ class Verdict:
 
 
 class Autoscaler(Protocol):
-    def decide(self, view: FleetView, now_ms: float) -> Verdict | None:
+    async def decide(self, view: FleetView, now_ms: float) -> Verdict | None:
         """Asked again and again while a policy is there and not paused. `now_ms` is monotonic. None: nothing to say."""
         ...

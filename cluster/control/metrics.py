@@ -36,6 +36,7 @@ class ControllerReading:
     events_waiting: int
     decisions: Mapping[tuple[Role, Moved], int]
     registry_up: bool
+    refills: int
     loop_age_ms: float
     surprises: int
 
@@ -55,6 +56,7 @@ def read_controller(controller: Controller, operations: Operations) -> Controlle
         events_waiting=controller.events_waiting,
         decisions=dict(operations.moved),
         registry_up=not controller.registry_error,
+        refills=tally.refills,
         loop_age_ms=max(0.0, controller.clocks.now_ms() - tally.turned_ms),
         surprises=controller.surprises + operations.surprises,
     )
@@ -124,6 +126,10 @@ def _self(reading: ControllerReading) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "genlock_controller_registry_up", "1 while the registry answers the controller.", float(reading.registry_up)
     )
+    yield CounterMetricFamily(
+        "genlock_controller_registry_refills", "Times that the registry had lost what is wanted, and got it again.",
+        reading.refills,
+    )  # fmt: skip
     yield GaugeMetricFamily(
         "genlock_controller_loop_age_seconds", "Time since the reconcile loop last turned.", reading.loop_age_ms / MS
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -12,7 +12,9 @@ from types import MappingProxyType
 from cluster.control.api import Change, FleetControl, FleetView, NodeRow, ScalePlan, WorkerRow
 from cluster.control.controller import Controller
 from cluster.control.core import ROLES, leavers, unsettled
+from cluster.control.decisions import Decisions
 from cluster.control.hands import Autoscaler
+from cluster.control.keys import check_same, kept_of
 from cluster.control.state import DrainAsked, Phase, Row, State
 from cluster.registry.records import Desired, Event
 from cluster.roles import MAX_WORKERS, Role
@@ -23,7 +25,6 @@ from wire.errors import surprise
 
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
-MAX_DECISIONS = 1000
 AUTOSCALER = "autoscaler"
 
 
@@ -46,7 +47,7 @@ class Operations(FleetControl):
         self._controller = controller
         self._autoscaler = autoscaler
         self._autoscale_ms = autoscale_ms
-        self._decisions: deque[operator_pb2.AutoscaleDecision] = deque(maxlen=MAX_DECISIONS)
+        self._decisions = Decisions(controller.registry)
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -66,7 +67,7 @@ class Operations(FleetControl):
         return self._view()
 
     async def decisions(self, limit: int) -> tuple[operator_pb2.AutoscaleDecision, ...]:
-        return tuple(self._decisions)[: max(0, limit)]
+        return await self._decisions.last(limit)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
         return tuple(await self._controller.hands.nodes())
@@ -87,37 +88,24 @@ class Operations(FleetControl):
         *,
         current: tuple[int | None, int | None] = (None, None),
     ) -> ScalePlan:
-        for name, count in (("prefill", prefill), ("decode", decode)):
-            _check_count(name, count, change)
+        _check_counts(prefill, decode, change)
         async with self._lock:
-            desired = self._controller.state.desired
-            if await self._known(change):
+            if await self._repeated(change):
                 return ScalePlan(self._view(repeated=True), (), 0, 0)
+            return await self._set(prefill, decode, None, change, current)
 
-            def wanted(before: Desired) -> Desired:
-                _check_current(before, current)
-                return replace(
-                    before,
-                    prefill=before.prefill if prefill is None else prefill,
-                    decode=before.decode if decode is None else decode,
-                )
-
-            after = wanted(desired)
-            removed, added = self._plan(after)
-            if any(added.values()):
-                await self._controller.check_room({Role.PREFILL: after.prefill, Role.DECODE: after.decode})
-            if not change.dry_run and after != desired:
-                await self._controller.change(wanted, change)
-                self._controller.record(
-                    "scale", "fleet",
-                    f"prefill {desired.prefill} to {after.prefill}, decode {desired.decode} to {after.decode}", change,
-                )  # fmt: skip
-            await self._remember(change)
-            return ScalePlan(self._view(), removed, added[Role.PREFILL], added[Role.DECODE])
+    async def apply(
+        self, prefill: int | None, decode: int | None, policy: Callable[[str], str] | None, change: Change
+    ) -> FleetView:
+        _check_counts(prefill, decode, change)
+        async with self._lock:
+            if await self._repeated(change):
+                return self._view(repeated=True)
+            return (await self._set(prefill, decode, policy, change)).fleet
 
     async def cordon(self, workers: Sequence[str], nodes: Sequence[str], on: bool, change: Change) -> FleetView:
         async with self._lock:
-            if await self._known(change):
+            if await self._repeated(change):
                 return self._view(repeated=True)
             names = {row.worker_id for row in self._chosen(workers, nodes)}
             if not change.dry_run:
@@ -144,7 +132,7 @@ class Operations(FleetControl):
         if not 0 <= deadline_ms <= MAX_DRAIN_MS:
             raise InvalidInput("bad_deadline", f"deadline_ms must be 0 to {MAX_DRAIN_MS}", field="deadline_ms")
         async with self._lock:
-            if await self._known(change):
+            if await self._repeated(change):
                 return self._view(repeated=True)
             rows = self._chosen(workers, nodes)
             if not force:
@@ -157,20 +145,19 @@ class Operations(FleetControl):
     async def restart(self, worker: str, change: Change, *, deadline_ms: int = 0, force: bool = False) -> FleetView:
         return await self.drain([worker], [], change, deadline_ms=deadline_ms, force=force, replace=True)
 
-    async def set_autoscale(self, policy: str, paused: bool | None, change: Change) -> FleetView:
+    async def set_autoscale(self, policy: Callable[[str], str], paused: bool | None, change: Change) -> FleetView:
         async with self._lock:
-            if await self._known(change):
+            if await self._repeated(change):
                 return self._view(repeated=True)
-            if policy and self._autoscaler is None:
-                raise Refused("no_autoscaler", "this controller has no autoscaler", field="policy")
+
+            def wanted(before: Desired) -> Desired:
+                pause = before.autoscale_paused if paused is None else paused
+                return replace(before, autoscale=self._policy(policy, before), autoscale_paused=pause)
+
+            wanted(self._controller.state.desired)  # what is wrong with it is said to a dry run too
             if not change.dry_run:
-
-                def wanted(before: Desired) -> Desired:
-                    pause = before.autoscale_paused if paused is None else paused
-                    return replace(before, autoscale=policy, autoscale_paused=pause)
-
-                await self._controller.change(wanted, change)
-                words = "policy set" if policy else "off"
+                stored = await self._controller.change(wanted, change)
+                words = "policy set" if stored.autoscale else "off"
                 self._controller.record(
                     "autoscale", "fleet", words if paused is None else f"{words}, {paused=}", change
                 )
@@ -178,6 +165,51 @@ class Operations(FleetControl):
             return self._view()
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _set(
+        self,
+        prefill: int | None,
+        decode: int | None,
+        policy: Callable[[str], str] | None,
+        change: Change,
+        current: tuple[int | None, int | None] = (None, None),
+    ) -> ScalePlan:
+        """Counts and policy in one step: all of it is kept, or nothing."""
+        desired = self._controller.state.desired
+
+        def wanted(before: Desired) -> Desired:
+            nonlocal desired
+            desired = before  # somebody else may have changed it: the event tells what this change met
+            _check_current(before, current)
+            return replace(
+                before,
+                prefill=before.prefill if prefill is None else prefill,
+                decode=before.decode if decode is None else decode,
+                autoscale=before.autoscale if policy is None else self._policy(policy, before),
+            )
+
+        after = wanted(desired)
+        removed, added = self._plan(after)
+        if any(added.values()):
+            await self._controller.check_room({Role.PREFILL: after.prefill, Role.DECODE: after.decode})
+        if not change.dry_run and after != desired:
+            after = await self._controller.change(wanted, change)
+            if (after.prefill, after.decode) != (desired.prefill, desired.decode):
+                self._controller.record(
+                    "scale", "fleet",
+                    f"prefill {desired.prefill} to {after.prefill}, decode {desired.decode} to {after.decode}", change,
+                )  # fmt: skip
+            if after.autoscale != desired.autoscale:
+                self._controller.record("autoscale", "fleet", "policy set" if after.autoscale else "off", change)
+        await self._remember(change)
+        return ScalePlan(self._view(), removed, added[Role.PREFILL], added[Role.DECODE])
+
+    def _policy(self, make: Callable[[str], str], before: Desired) -> str:
+        """Raises Refused where nobody would follow the policy."""
+        text = make(before.autoscale)
+        if text and self._autoscaler is None:
+            raise Refused("no_autoscaler", "this controller has no autoscaler", field="policy")
+        return text
 
     async def _drain(self, rows: Sequence[Row], change: Change, deadline_ms: int, *, leaving: bool) -> None:
         counted = [row for row in rows if not row.leaving] if leaving else []
@@ -239,15 +271,20 @@ class Operations(FleetControl):
                     field="workers",
                 )
 
-    async def _known(self, change: Change) -> bool:
-        """Whether a change with this key was carried out before."""
-        if not change.idempotency_key:
-            return False
-        return await self._controller.registry.recall(change.idempotency_key) is not None
+    async def _repeated(self, change: Change) -> bool:
+        """Whether this very change was carried out before under its key. If not, the revision that its caller expects
+        is the fleet's, also where the change will turn out to be none. Raises Conflict."""
+        if change.idempotency_key:
+            kept = await self._controller.registry.recall(change.idempotency_key)
+            if kept is not None:
+                check_same(kept, change)
+                return True
+        await self._controller.expect(change)
+        return False
 
     async def _remember(self, change: Change) -> None:
         if change.idempotency_key and not change.dry_run:
-            answer = str(self._controller.state.desired.revision).encode()
+            answer = kept_of(change, self._controller.state.desired.revision)
             await self._controller.registry.remember(change.idempotency_key, answer, ANSWER_TTL_MS)
 
     def _view(self, *, repeated: bool = False) -> FleetView:
@@ -269,6 +306,7 @@ class Operations(FleetControl):
         )
 
     def _worker_row(self, row: Row, now_ms: float) -> WorkerRow:
+        status, asked_ms = self._controller.status_of(row)
         return WorkerRow(
             worker_id=row.worker_id,
             role=row.role,
@@ -281,7 +319,8 @@ class Operations(FleetControl):
             node=row.node,
             restarts=row.restarts,
             drain_left_ms=max(0, row.deadline_ms - int(now_ms)) if row.phase is Phase.DRAINING else 0,
-            status=self._controller.status_of(row),
+            status=status,
+            asked_ms=asked_ms,
         )
 
     # --- autoscaling --------------------------------------------------------------------------------------------------
@@ -290,7 +329,10 @@ class Operations(FleetControl):
         while True:
             await asyncio.sleep(self._autoscale_ms / 1000)
             try:
-                await self._autoscale(autoscaler)
+                try:
+                    await self._autoscale(autoscaler)
+                finally:
+                    await self._decisions.keep()
             except GenlockError as error:
                 self._controller.record("autoscale", "fleet", f"not carried out: {error.message}")
             except Exception as unexpected:
@@ -301,11 +343,11 @@ class Operations(FleetControl):
         desired = self._controller.state.desired
         if not desired.autoscale or desired.autoscale_paused:
             return
-        verdict = autoscaler.decide(self._view(), self._controller.clocks.now_ms())
+        verdict = await autoscaler.decide(self._view(), self._controller.clocks.now_ms())
         if verdict is None:
             return
         if verdict.record is not None:
-            self._decisions.appendleft(verdict.record)
+            self._decisions.add(verdict.record)
         prefill, decode = verdict.prefill, verdict.decode
         if (prefill, decode) != (None, None) and (prefill, decode) != (desired.prefill, desired.decode):
             change = Change(AUTOSCALER, verdict.reason, expected_revision=desired.revision)
@@ -320,13 +362,14 @@ def _moved(before: int, after: int | None) -> Moved:
     return Moved.UP if after > before else Moved.DOWN
 
 
-def _check_count(name: str, count: int | None, change: Change) -> None:
-    if count is None:
-        return
-    if not 0 <= count <= MAX_WORKERS:
-        raise InvalidInput("bad_count", f"{name} must be 0 to {MAX_WORKERS}, is {count}", field=name)
-    if count == 0 and change.actor != AUTOSCALER:
-        raise Refused("last_worker", f"without {name} workers nothing is served: keep at least one", field=name)
+def _check_counts(prefill: int | None, decode: int | None, change: Change) -> None:
+    for name, count in (("prefill", prefill), ("decode", decode)):
+        if count is None:
+            continue
+        if not 0 <= count <= MAX_WORKERS:
+            raise InvalidInput("bad_count", f"{name} must be 0 to {MAX_WORKERS}, is {count}", field=name)
+        if count == 0 and change.actor != AUTOSCALER:
+            raise Refused("last_worker", f"without {name} workers nothing is served: keep at least one", field=name)
 
 
 def _check_current(before: Desired, current: tuple[int | None, int | None]) -> None:

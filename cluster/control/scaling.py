@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from cluster.autoscale.decide import Counts
 from cluster.autoscale.scaler import Scaler, Told, decision_message
@@ -17,16 +17,18 @@ _COUNTED = frozenset({Phase.READY.value, Phase.DEGRADED.value, Phase.DRAINING.va
 class PolicyScaler:
     """Decides by the policy that the fleet's desired state carries."""
 
-    def __init__(self, unix_ms: Callable[[], int], scaler: Scaler | None = None) -> None:
+    def __init__(self, unix_ms: Callable[[], int], arrivals: Callable[[], Awaitable[float | None]]) -> None:
+        """`arrivals`: requests that came to gateways since it was last asked; None: nobody tells."""
         self._unix_ms = unix_ms
-        self._scaler = scaler or Scaler()
+        self._arrivals = arrivals
+        self._scaler = Scaler()
 
-    def decide(self, view: FleetView, now_ms: float) -> Verdict | None:
+    async def decide(self, view: FleetView, now_ms: float) -> Verdict | None:
         """Raises InvalidInput for a policy that cannot be read."""
         desired = view.desired
         current = Counts(desired.prefill, desired.decode)
         told = [_told(row) for row in view.workers if row.phase in _COUNTED]
-        decision = self._scaler.decide(desired.autoscale, told, current, now_ms)
+        decision = self._scaler.decide(desired.autoscale, told, current, now_ms, await self._arrivals())
         record = decision_message(decision, self._unix_ms())
         reason = "; ".join(decision.reasons)[:500]
         if decision.held:
@@ -35,4 +37,5 @@ class PolicyScaler:
 
 
 def _told(row: WorkerRow) -> Told:
-    return Told(row.worker_id, row.role.value, row.phase == Phase.READY.value and not row.cordoned, row.status)
+    ready = row.phase == Phase.READY.value and not row.cordoned
+    return Told(row.worker_id, row.role.value, ready, row.status, row.asked_ms)

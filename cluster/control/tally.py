@@ -22,6 +22,8 @@ class Tally:
     failed_starts: dict[Role, int] = field(default_factory=_none)
     # Events that the registry has taken.
     events: int = 0
+    # Times that the registry had lost what is wanted and got it back.
+    refills: int = 0
     # When the last turn ended, the caller's milliseconds.
     turned_ms: float = 0.0
 

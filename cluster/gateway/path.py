@@ -27,7 +27,7 @@ from cluster.router import Route, route_many
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
-from kvstore.errors import Cancelled, DeadlineExceeded, GenlockError, Unavailable
+from kvstore.errors import Cancelled, DeadlineExceeded, GenlockError, NoCapacity, Unavailable
 from model.sampling import SamplingParams
 from wire.errors import surprise
 from wire.tracing import Trail, current_request
@@ -168,6 +168,7 @@ class RequestPath:
         state = self._state
         admitted.trail.enter("route")
         steer = admitted.steering
+        state.arrived += 1
         placed = await state.waiting.place(
             lambda: self._claim(admitted, cleanup), admitted.tenant, steer.priority, state.config.api.queue_ms
         )
@@ -185,13 +186,24 @@ class RequestPath:
         """Workers for every answer, and their load taken: each route with its claim on prefill. All or nothing."""
         state = self._state
         prompt_tokens, most = len(admitted.token_ids), len(admitted.token_ids) + admitted.sampling.max_tokens
-        routes = route_many(
-            state.fleet.view(state.ledger.loads),
-            most,
-            admitted.draft.choices,
-            retry_after_ms=state.config.api.retry_after_ms,
-            affinity=admitted.steering.affinity,
-        )
+        retry_after_ms = state.config.api.retry_after_ms
+        try:
+            routes = route_many(
+                state.fleet.view(state.ledger.loads),
+                most,
+                admitted.draft.choices,
+                retry_after_ms=retry_after_ms,
+                affinity=admitted.steering.affinity,
+            )
+        except Unavailable as nobody:
+            if not state.asleep:
+                raise
+            raise NoCapacity(
+                "fleet_asleep",
+                "the fleet has gone to zero, and this request wakes it: come again when workers have started, or let "
+                "requests wait for them (api.queue_ms)",
+                retry_after_ms=retry_after_ms,
+            ) from nobody
         placed = []
         for chosen in routes:
             cleanup.callback(state.ledger.claim(chosen.decode.worker_id, most).release)

@@ -175,7 +175,7 @@ class Gateway:
             self.state.ended(error, 0.0)
 
     def _tell_health(self) -> None:
-        serving = self.state.fleet.serving() and not self.state.draining
+        serving = self.state.takes
         if serving is self._serving:
             return
         self._serving = serving

@@ -65,6 +65,10 @@ class GatewayState:
         # Where the fleet's RPCs are answered.
         self.backend: Backend = NoFleet()
         self.draining = False
+        # Requests that were admitted; those that were refused before would wake nobody.
+        self.arrived = 0
+        # Nobody is wanted, or nobody was and those who are have not come yet: a request waits rather than fails.
+        self.asleep = False
         self.started_ms = sources.now_ms()
         self.on_fleet_change: Callable[[], None] = lambda: None
         # Set when a request met a worker that is gone: the pollers need not wait for their next turn.
@@ -85,6 +89,17 @@ class GatewayState:
         self.fleet = fleet
         self.on_fleet_change()
         self.waiting.look()
+
+    def set_asleep(self, asleep: bool) -> None:
+        if asleep is not self.asleep:
+            self.asleep = asleep
+            self.on_fleet_change()
+            self.waiting.look()
+
+    @property
+    def takes(self) -> bool:
+        """Whether a request may come: there are workers for it, or it is what wakes them."""
+        return (self.asleep or self.fleet.serving()) and not self.draining
 
     def ended(self, error: GenlockError | None, total_ms: float) -> None:
         """A request has ended; `error` None: well. Called once for each."""

@@ -7,13 +7,14 @@ registry, or all that is in it, takes no worker away that still answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from cluster.gateway.fleet import NOT_ASKED, Fleet, WorkerState
 from cluster.gateway.fleet import WorkerRecord as Known
 from cluster.gateway.state import GatewayState
+from cluster.gateway.telling import Teller
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, WorkerRecord
 from kvstore.errors import GenlockError
@@ -27,6 +28,10 @@ class View:
     incarnations: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     revision: int = 0
     cordoned: frozenset[str] = frozenset()
+    # As of the same revision: a role of which no worker is wanted, and then until a request can be served again.
+    asleep: bool = False
+    # When the controller last gave a registry that had lost it all what is wanted, Unix milliseconds; 0: never.
+    refilled_ms: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,10 @@ def follow(fleet: Fleet, last: View, records: Sequence[WorkerRecord], desired: D
     for worker_id in [key for key, known in fleet.workers.items() if key not in registered and gone(known)]:
         fleet = fleet.removed(worker_id)
     if desired.revision >= last.revision:
-        last = replace(last, revision=desired.revision, cordoned=desired.cordoned)
+        last = replace(last, revision=desired.revision, cordoned=desired.cordoned, refilled_ms=desired.refilled_ms)
+    # After a flush nothing is wanted for a moment: that is no sleep, and does not end one.
+    zero = desired.revision > 0 and min(desired.prefill, desired.decode) == 0
+    last = replace(last, asleep=zero or (last.asleep and not fleet.serving()))
     own = frozenset(record.worker_id for record in records if record.cordoned)
     fleet = replace(fleet, cordoned=last.cordoned | own)
     incarnations = {record.worker_id: record.incarnation for record in records}
@@ -99,13 +107,15 @@ class WatchHealth:
 class RegistryWatch:
     """Reads the registry again and again into a gateway's fleet."""
 
-    def __init__(self, state: GatewayState, registry: Registry) -> None:
+    def __init__(self, state: GatewayState, registry: Registry, unix_ms: Callable[[], int]) -> None:
+        self._unix_ms = unix_ms
         self._state = state
         self._registry = registry
         self._task: asyncio.Task[None] | None = None
         self._view = View()
+        self._teller = Teller(state, registry)
         self.health = WatchHealth()
-        state.registry_health = lambda: self.health.words(state.sources.now_ms(), registry.skipped)
+        state.registry_health = self._words
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._loop(), name="registry watch")
@@ -117,8 +127,24 @@ class RegistryWatch:
             await end_tasks([task])
         await self._registry.close()
 
+    def _words(self) -> str:
+        words = self.health.words(self._state.sources.now_ms(), self._registry.skipped)
+        if self._view.refilled_ms:
+            words += f"; refilled {max(0, self._unix_ms() - self._view.refilled_ms) / 1000:.0f} s ago"
+        untold = self._teller.error
+        return f"{words}; does not take what this gateway tells: {untold}" if untold and self._reads else words
+
+    @property
+    def _reads(self) -> bool:
+        return self.health.failing_since_ms is None
+
     async def look(self) -> None:
-        """One look; a registry that does not answer changes nothing but the health."""
+        """One look, and what came to the door is told; a registry that does not answer changes nothing but the
+        health."""
+        await self._read()
+        await self._teller.tell()
+
+    async def _read(self) -> None:
         state = self._state
         try:
             records = await self._registry.workers()
@@ -135,6 +161,7 @@ class RegistryWatch:
         self._view = done.view
         if done.fleet != state.fleet:
             state.set_fleet(done.fleet)
+        state.set_asleep(done.view.asleep)
         for endpoint in done.left:
             state.retire_channel(endpoint)
         if done.news:

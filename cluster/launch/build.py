@@ -199,6 +199,7 @@ class BuiltWorker:
             metrics_endpoint=self.telemetry.endpoint,
             peers=[proof_to_proto(verdict) for verdict in peers.verdicts] if peers is not None else [],
             proves_peers=peers is not None and peers.proves,
+            untried_peers=peers.untried if peers is not None else 0,
             owed_handoffs=engine.owed() if isinstance(engine, DecodeEngine) else {},
             load=engine.load.read(
                 backlog_tokens=engine.core.backlog_tokens if isinstance(engine, PrefillEngine) else 0,

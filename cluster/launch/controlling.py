@@ -9,6 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.actor import Service
+from cluster.control.arrivals import Arrivals
 from cluster.control.controller import Controller
 from cluster.control.metrics import controller_registry, read_controller
 from cluster.control.operations import Operations
@@ -90,7 +91,9 @@ class ControllerService:
         registry = registry_from(config, now_ms)
         room = KubeRoom(config.kube) if config.kube.enabled else None
         controller = make_controller(config, registry, LauncherHands(config, self._launcher, ignore_loss), room)
-        operations = Operations(controller, PolicyScaler(unix_ms), config.control.autoscale_ms)
+        operations = Operations(
+            controller, PolicyScaler(unix_ms, Arrivals(registry).since_last), config.control.autoscale_ms
+        )
         dialer = dialer_of(config.tls)
         # Gateways call it, with the operator's credential in hand: it is a part of the cluster like a worker.
         server = grpc.aio.server(interceptors=(TypedErrors(), *dialer.interceptors()), options=server_options())

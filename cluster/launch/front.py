@@ -17,6 +17,7 @@ from cluster.registry.make import is_shared, registry_from
 from cluster.settings import Config
 from genlock.v1 import operator_pb2_grpc
 from kvstore.errors import InvalidInput
+from wire.clocks import unix_ms
 
 
 class Front:
@@ -82,7 +83,7 @@ class Front:
         self._report(f"loading the tokenizer of {self.config.model.name}")
         served = await self._load_served(self.config)
         gateway, endpoint = await self._doors.open(served)
-        watch = self._watch = RegistryWatch(gateway.state, self._registry)
+        watch = self._watch = RegistryWatch(gateway.state, self._registry, unix_ms)
         await watch.look()
         watch.start()
         gateway.state.backend = RemoteBackend(self._find_controller)

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cluster.autoscale.scaler import Scaler
 from cluster.config import with_secret
+from cluster.control.arrivals import Arrivals
 from cluster.control.controller import Controller
 from cluster.control.metrics import ControllerCollector, read_controller
 from cluster.control.operations import Operations
@@ -150,12 +150,12 @@ class Cluster:
         early, self._early = self._early, []
         for worker_id, detail in early:
             self._tell_end(worker_id, detail)
-        scaler = PolicyScaler(unix_ms, Scaler(arrivals=_arrivals(gateway.state)))
+        scaler = PolicyScaler(unix_ms, Arrivals(registry).since_last)
         operations = self._operations = Operations(controller, scaler, self.config.control.autoscale_ms)
         gateway.state.metrics.registry.register(ControllerCollector(lambda: read_controller(controller, operations)))
         operations.start()
         gateway.state.backend = LocalBackend(FleetOperations(operations, unix_ms))
-        self._watch = RegistryWatch(gateway.state, registry)
+        self._watch = RegistryWatch(gateway.state, registry, unix_ms)
         self._watch.start()
 
     async def _stop_control(self) -> list[str]:
@@ -227,18 +227,6 @@ class Cluster:
             self._early.append((worker_id, detail))
         else:
             controller.hear(Ended(worker_id, controller.row(worker_id).life, detail))
-
-
-def _arrivals(state: GatewayState) -> Callable[[], float]:
-    """Requests that came to the gateway since this was last asked, whatever became of them."""
-    seen = 0
-
-    def since_last() -> float:
-        nonlocal seen
-        before, seen = seen, sum(state.outcomes.values()) + len(state.running)
-        return float(max(0, seen - before))
-
-    return since_last
 
 
 def specs_of(config: Config) -> list[WorkerSpec]:

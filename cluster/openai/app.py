@@ -122,7 +122,7 @@ class Ready:
         state = self._state
         if state.draining:
             response = _answer(Unavailable("draining", "this gateway is stopping and takes no new requests"))
-        elif not state.fleet.serving():
+        elif not state.takes:
             response = _answer(Unavailable("not_ready", "no worker of each role is ready"))
         else:
             response = JSONResponse({"status": "ready"})

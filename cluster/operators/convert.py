@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any, Protocol
+
 from cluster.control.api import Change, FleetView, NodeRow, WorkerRow
 from cluster.registry.records import Event
 from cluster.roles import MAX_FLEET
@@ -14,8 +17,16 @@ MAX_NAMES = MAX_FLEET
 MAX_NAME_CHARS = 128
 
 
-def change_of(mutation: pb.Mutation, actor: str) -> Change:
+class Changing(Protocol):
+    """A request that changes something."""
+
+    @property
+    def mutation(self) -> pb.Mutation: ...
+
+
+def change_of(rpc: str, request: Changing, actor: str) -> Change:
     """Raises InvalidInput naming the field."""
+    mutation = request.mutation
     if mutation.expected_revision < 0:
         raise _bad("mutation.expected_revision", "must be a revision that was seen, or 0 for any")
     if len(mutation.idempotency_key) > MAX_KEY_CHARS:
@@ -29,7 +40,16 @@ def change_of(mutation: pb.Mutation, actor: str) -> Change:
         expected_revision=mutation.expected_revision,
         idempotency_key=mutation.idempotency_key,
         dry_run=mutation.dry_run,
+        asked=_asked(rpc, request),
     )
+
+
+def _asked(rpc: str, request: Any) -> str:
+    """The RPC and a digest of all fields but the mutation's own: a retry may expect another revision."""
+    rest = type(request)()
+    rest.CopyFrom(request)
+    rest.ClearField("mutation")
+    return f"{rpc} {hashlib.sha256(rest.SerializeToString(deterministic=True)).hexdigest()}"
 
 
 def names_of(values: object, field: str) -> tuple[str, ...]:

@@ -104,6 +104,14 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "too_many_peers": (
         "RESOURCE_EXHAUSTED", "A worker is connected to as many peers as it may.",
         "Restart workers that are long gone under other names, or split the cluster.", False),
+    "decision_too_long": ("INVALID_ARGUMENT", "A decision of the autoscaler is longer than the registry keeps.",
+                          "It is shown while this controller lives; report it.", False),
+    "too_many_gateways": (
+        "RESOURCE_EXHAUSTED", "The registry knows as many gateways as it may; this one's requests wake no fleet.",
+        "Use one namespace for each cluster.", False),
+    "fleet_asleep": (
+        "RESOURCE_EXHAUSTED", "The fleet has gone to zero; this request has begun to wake it.",
+        "Come again after the retry delay, or set api.queue_ms above the time that a worker needs to start.", True),
     "too_many_workers": (
         "RESOURCE_EXHAUSTED", "The registry knows as many workers as it may.",
         "Remove workers, or use one namespace for each cluster.", False),
@@ -289,6 +297,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     # The fleet.
     "revision_moved": ("ABORTED", "The fleet was changed by somebody else since it was looked at; nothing was done.",
                        "Look again (`genlock get workers`), then repeat the change.", False),
+    "key_used": ("ABORTED", "That idempotency key was another change's, or another operator's; nothing was done.",
+                 "Take a new key for a new change; repeat the very same request to retry one.", False),
     "counts_moved": ("ABORTED", "The desired counts are not those that were named; nothing was done.",
                      "Look again, then repeat the change.", False),
     "last_worker": ("FAILED_PRECONDITION", "It is the last ready worker of its role; without it nothing is served.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 from google.protobuf.message import Message
 
 from cluster.autoscale.policy import leaves, policy_from, text_of
-from cluster.control.api import Change, FleetControl, FleetView
+from cluster.control.api import FleetControl, FleetView
 from cluster.operators.convert import (
     at_least,
     change_of,
@@ -99,7 +98,7 @@ class FleetOperations:
         plan = await self._control.scale(
             prefill,
             decode,
-            change_of(request.mutation, actor),
+            change_of("Scale", request, actor),
             current=(_count(request, "current_prefill"), _count(request, "current_decode")),
         )
         return pb.ScaleResponse(
@@ -120,7 +119,7 @@ class FleetOperations:
         view = await self._control.drain(
             workers,
             nodes,
-            change_of(request.mutation, actor),
+            change_of("Drain", request, actor),
             deadline_ms=at_least(request.deadline_ms, 0, "deadline_ms"),
             force=request.force,
             replace=request.replace,
@@ -131,7 +130,7 @@ class FleetOperations:
         (worker,) = names_of([request.worker], "worker")
         view = await self._control.restart(
             worker,
-            change_of(request.mutation, actor),
+            change_of("Restart", request, actor),
             deadline_ms=at_least(request.deadline_ms, 0, "deadline_ms"),
             force=request.force,
         )
@@ -139,30 +138,29 @@ class FleetOperations:
 
     async def apply(self, request: pb.ApplyRequest, actor: str) -> pb.ApplyResponse:
         wanted = _applied(request.text)
-        change = change_of(request.mutation, actor)
         view = await self._control.view()
         changes = _differences(view, wanted)
-        moved = {item.field.partition(".")[0] for item in changes}
-        if moved & {"prefill", "decode"}:
-            part = _part(change, "counts")
-            view = (await self._control.scale(wanted.get("prefill"), wanted.get("decode"), part)).fleet
-            # What the caller saw has moved by this part.
-            change = replace(change, expected_revision=0 if change.dry_run else view.desired.revision)
-        if "autoscale" in moved:
-            view = await self._control.set_autoscale(wanted["autoscale"], None, _part(change, "autoscale"))
+        policy = (lambda _kept: str(wanted["autoscale"])) if "autoscale" in wanted else None
+        view = await self._control.apply(
+            wanted.get("prefill"), wanted.get("decode"), policy, change_of("Apply", request, actor)
+        )
         return pb.ApplyResponse(fleet=fleet_message(view), changes=changes)
 
     async def get_autoscale(self, _request: pb.GetAutoscaleRequest, _actor: str) -> pb.AutoscaleView:
         return await self._autoscale(await self._control.view())
 
     async def set_autoscale(self, request: pb.SetAutoscaleRequest, actor: str) -> pb.AutoscaleView:
-        view = await self._control.view()
-        text = ""
-        if request.policy.strip():
-            base = policy_from(view.desired.autoscale) if request.merge and view.desired.autoscale else None
-            text = text_of(policy_from(request.policy, base))
-        changes = _policy_changes(view.desired.autoscale, text)
-        view = await self._control.set_autoscale(text, None, change_of(request.mutation, actor))
+        changes: list[pb.Change] = []
+
+        def policy(kept: str) -> str:
+            # From the policy at the moment of the change: one that was read before could have been replaced since.
+            text = ""
+            if request.policy.strip():
+                text = text_of(policy_from(request.policy, policy_from(kept) if request.merge and kept else None))
+            changes[:] = _policy_changes(kept, text)
+            return text
+
+        view = await self._control.set_autoscale(policy, None, change_of("SetAutoscale", request, actor))
         message = await self._autoscale(view)
         message.changes.extend(changes)
         return message
@@ -183,12 +181,12 @@ class FleetOperations:
 
     async def _cordon(self, request: pb.CordonRequest, actor: str, on: bool) -> pb.FleetView:
         workers, nodes = _targets(request)
-        return fleet_message(await self._control.cordon(workers, nodes, on, change_of(request.mutation, actor)))
+        change = change_of("Cordon" if on else "Uncordon", request, actor)
+        return fleet_message(await self._control.cordon(workers, nodes, on, change))
 
     async def _pause(self, request: pb.PauseAutoscaleRequest, actor: str, paused: bool) -> pb.AutoscaleView:
-        view = await self._control.view()
-        change = change_of(request.mutation, actor)
-        return await self._autoscale(await self._control.set_autoscale(view.desired.autoscale, paused, change))
+        change = change_of("PauseAutoscale" if paused else "ResumeAutoscale", request, actor)
+        return await self._autoscale(await self._control.set_autoscale(lambda kept: kept, paused, change))
 
     async def _autoscale(self, view: FleetView) -> pb.AutoscaleView:
         desired = view.desired
@@ -238,12 +236,6 @@ def _targets(request: pb.CordonRequest | pb.DrainWorkersRequest) -> tuple[tuple[
     if not workers and not nodes:
         raise InvalidInput("bad_request", "name at least one worker or node", field="workers")
     return workers, nodes
-
-
-def _part(change: Change, name: str) -> Change:
-    """Two changes under one key would be taken for one."""
-    key = change.idempotency_key
-    return replace(change, idempotency_key=f"{key}/{name}" if key else "")
 
 
 def _applied(text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 
 
 class Registry(Protocol):
@@ -37,6 +37,14 @@ class Registry(Protocol):
         """All records whose time has not run out, by worker id."""
         ...
 
+    async def put_gateway(self, record: GatewayRecord, ttl_ms: int) -> None:
+        """Keeps what a gateway tells of its door for `ttl_ms`. Raises NoCapacity (`too_many_gateways`)."""
+        ...
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        """All whose time has not run out, by id."""
+        ...
+
     async def desired(self) -> Desired:
         """What is wanted; revision 0 where nobody has asked for anything, also after the store was flushed."""
         ...
@@ -60,6 +68,15 @@ class Registry(Protocol):
 
     async def last_events(self, limit: int = 100) -> tuple[Event, ...]:
         """The newest events, oldest of them first, at most `limit` and MAX_EVENT_BATCH. Reads no others."""
+        ...
+
+    async def append_decision(self, decision: bytes) -> None:
+        """Keeps one decision of the autoscaler; the oldest go beyond MAX_DECISIONS. Raises InvalidInput
+        (`decision_too_long`)."""
+        ...
+
+    async def last_decisions(self, limit: int = 100) -> tuple[bytes, ...]:
+        """The newest decisions, newest first, at most `limit` and MAX_DECISIONS."""
         ...
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from cluster.registry.records import Desired, Event, WorkerRecord
-from cluster.registry.rules import MAX_TEXT_CHARS, check_worker
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
+from cluster.registry.rules import MAX_TEXT_CHARS, check_gateway, check_worker
 from cluster.roles import Role
 from kvstore.errors import InvalidInput
 
@@ -31,6 +31,17 @@ def decode_worker(text: str | bytes) -> WorkerRecord:
     """Raises InvalidInput."""
     record = _load(WorkerRecord, text, _WORKER)
     check_worker(record)
+    return record
+
+
+def encode_gateway(record: GatewayRecord) -> str:
+    return _dump(record, ())
+
+
+def decode_gateway(text: str | bytes) -> GatewayRecord:
+    """Raises InvalidInput."""
+    record = _load(GatewayRecord, text, _GATEWAY)
+    check_gateway(record)
     return record
 
 
@@ -55,7 +66,7 @@ def decode_event(text: str | bytes, sequence: int) -> Event:
     return dataclasses.replace(_load(Event, text, _EVENT), sequence=sequence)
 
 
-def _dump(record: WorkerRecord | Desired | Event, without: tuple[str, ...]) -> str:
+def _dump(record: WorkerRecord | GatewayRecord | Desired | Event, without: tuple[str, ...]) -> str:
     tree: dict[str, object] = {"v": VERSION}
     for spec in dataclasses.fields(record):
         if spec.name in without:
@@ -160,9 +171,10 @@ _WORKER: Mapping[str, Reader] = MappingProxyType(
         "incarnation": _digits,
     }
 )
+_GATEWAY: Mapping[str, Reader] = MappingProxyType({"gateway_id": _text, "arrived": _count, "waiting": _count})
 _DESIRED: Mapping[str, Reader] = MappingProxyType(
     {
-        **dict.fromkeys(("prefill", "decode", "controller_starts"), _count),
+        **dict.fromkeys(("prefill", "decode", "controller_starts", "refills", "refilled_ms"), _count),
         "cordoned": _names,
         "autoscale": _text,
         "controller_endpoint": _text,

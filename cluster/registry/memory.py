@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cluster.registry.base import Registry
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import (
     MAX_ANSWERS,
+    MAX_DECISIONS,
     MAX_EVENT_BATCH,
+    MAX_GATEWAYS,
     MAX_KEYS,
     MAX_RECORDS,
     check_answer,
+    check_decision,
+    check_gateway,
     check_ttl,
     check_worker,
     next_revision,
     revision_moved,
     takes_over,
+    too_many_gateways,
     too_many_keys,
     too_many_workers,
 )
@@ -32,10 +37,12 @@ class MemoryRegistry(Registry):
         self._event_limit = event_limit
         # Each value with the time when it goes.
         self._workers: dict[str, tuple[WorkerRecord, float]] = {}
+        self._gateways: dict[str, tuple[GatewayRecord, float]] = {}
         self._answers: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
         self._desired = Desired()
         self._events: list[Event] = []
         self._sequence = 0
+        self._decisions: deque[bytes] = deque(maxlen=MAX_DECISIONS)
         self._keys: dict[str, str] = {}
 
     @property
@@ -68,6 +75,18 @@ class MemoryRegistry(Registry):
     async def workers(self) -> tuple[WorkerRecord, ...]:
         self._prune()
         return tuple(self._workers[worker_id][0] for worker_id in sorted(self._workers))
+
+    async def put_gateway(self, record: GatewayRecord, ttl_ms: int) -> None:
+        check_gateway(record)
+        check_ttl(ttl_ms)
+        self._prune()
+        if record.gateway_id not in self._gateways and len(self._gateways) >= MAX_GATEWAYS:
+            raise too_many_gateways()
+        self._gateways[record.gateway_id] = (record, self._now_ms() + ttl_ms)
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        self._prune()
+        return tuple(self._gateways[key][0] for key in sorted(self._gateways))
 
     async def desired(self) -> Desired:
         return self._desired
@@ -105,6 +124,13 @@ class MemoryRegistry(Registry):
         count = min(limit, MAX_EVENT_BATCH)
         return tuple(self._events[-count:]) if count > 0 else ()
 
+    async def append_decision(self, decision: bytes) -> None:
+        check_decision(decision)
+        self._decisions.appendleft(decision)
+
+    async def last_decisions(self, limit: int = 100) -> tuple[bytes, ...]:
+        return tuple(self._decisions)[: max(0, limit)]
+
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)
         check_ttl(ttl_ms)
@@ -129,3 +155,5 @@ class MemoryRegistry(Registry):
         now_ms = self._now_ms()
         for worker_id in [key for key, (_, until_ms) in self._workers.items() if until_ms <= now_ms]:
             del self._workers[worker_id]
+        for gateway_id in [key for key, (_, until_ms) in self._gateways.items() if until_ms <= now_ms]:
+            del self._gateways[gateway_id]

@@ -38,6 +38,17 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True)
+class GatewayRecord:
+    """What one life of a gateway tells of its door."""
+
+    gateway_id: str
+    # Requests that were admitted, since it started.
+    arrived: int = 0
+    # Requests that wait for a worker now.
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
 class Desired:
     """What the operator (or the autoscaler) wants. Each change has the next revision; 0: nothing was ever asked."""
 
@@ -55,6 +66,9 @@ class Desired:
     controller_endpoint: str = ""
     # Restarts that were asked for, by worker id: a drain that ends in a new worker.
     restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # How often the controller found a store that had lost this and wrote it again, and when it did so last (0: never).
+    refills: int = 0
+    refilled_ms: int = 0
 
 
 @dataclass(frozen=True)

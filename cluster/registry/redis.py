@@ -1,6 +1,7 @@
 """The registry in a Redis-protocol server (Redis 6.2 or later, Valkey), for more than one host.
 
-Keys, all in one hash slot: {namespace}:workers, :expiry, :desired, :events, :answer:<digest>. See docs/registry.md.
+Keys, all in one hash slot: {namespace}:workers, :expiry, :gateways, :gateway_expiry, :desired, :events,
+:decisions, :answer:<digest>. See docs/registry.md.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cluster.registry import codec, scripts
 from cluster.registry.base import Registry
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import (
+    MAX_DECISIONS,
     MAX_EVENT_BATCH,
+    MAX_GATEWAYS,
     MAX_KEYS,
     MAX_RECORDS,
     check_answer,
+    check_decision,
+    check_gateway,
     check_ttl,
     check_worker,
     revision_moved,
+    too_many_gateways,
     too_many_keys,
     too_many_workers,
 )
@@ -79,7 +85,7 @@ class RedisRegistry(Registry):
         check_ttl(ttl_ms)
         text = codec.encode_worker(record)
         kept = await self._eval(
-            scripts.PUT_WORKER, ("workers", "expiry"),
+            scripts.PUT_RECORD, ("workers", "expiry"),
             record.worker_id, text, ttl_ms, record.incarnation, record.started_ms, MAX_RECORDS,
         )  # fmt: skip
         if kept == -1:
@@ -89,9 +95,25 @@ class RedisRegistry(Registry):
         await self._eval(scripts.REMOVE_WORKER, ("workers", "expiry"), worker_id, incarnation)
 
     async def workers(self) -> tuple[WorkerRecord, ...]:
-        texts = await self._eval(scripts.WORKERS, ("workers", "expiry"))
+        texts = await self._eval(scripts.RECORDS, ("workers", "expiry"))
         records = [self._read(partial(codec.decode_worker, text)) for text in texts]
         return tuple(sorted((r for r in records if r is not None), key=lambda record: record.worker_id))
+
+    async def put_gateway(self, record: GatewayRecord, ttl_ms: int) -> None:
+        check_gateway(record)
+        check_ttl(ttl_ms)
+        # A gateway has one life under its id: there is none to be superseded by.
+        kept = await self._eval(
+            scripts.PUT_RECORD, ("gateways", "gateway_expiry"),
+            record.gateway_id, codec.encode_gateway(record), ttl_ms, 0, 0, MAX_GATEWAYS,
+        )  # fmt: skip
+        if kept == -1:
+            raise too_many_gateways()
+
+    async def gateways(self) -> tuple[GatewayRecord, ...]:
+        texts = await self._eval(scripts.RECORDS, ("gateways", "gateway_expiry"))
+        records = [self._read(partial(codec.decode_gateway, text)) for text in texts]
+        return tuple(sorted((r for r in records if r is not None), key=lambda record: record.gateway_id))
 
     async def desired(self) -> Desired:
         """Raises also Unavailable (`registry_newer`) where a later release has written it."""
@@ -119,7 +141,7 @@ class RedisRegistry(Registry):
 
     async def append_event(self, event: Event) -> Event:
         writer, limit = self._random_bytes(16).hex(), self._config.event_limit
-        sequence = await self._eval(scripts.APPEND_EVENT, ("events",), codec.encode_event(event), writer, limit)
+        sequence = await self._eval(scripts.APPEND, ("events",), codec.encode_event(event), writer, limit)
         return replace(event, sequence=int(sequence))
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
@@ -134,6 +156,18 @@ class RedisRegistry(Registry):
         if count < 1:
             return ()
         return self._events(reversed(await self._call(lambda: self._redis.xrevrange(key, "+", "-", count))))
+
+    async def append_decision(self, decision: bytes) -> None:
+        check_decision(decision)
+        writer = self._random_bytes(16).hex()
+        await self._eval(scripts.APPEND, ("decisions",), decision, writer, MAX_DECISIONS)
+
+    async def last_decisions(self, limit: int = 100) -> tuple[bytes, ...]:
+        count, key = min(limit, MAX_DECISIONS), self._key("decisions")
+        if count < 1:
+            return ()
+        entries = await self._call(lambda: self._redis.xrevrange(key, "+", "-", count))
+        return tuple(fields[b"event"] for _entry_id, fields in entries if b"event" in fields)
 
     async def remember(self, key: str, answer: bytes, ttl_ms: int) -> bytes | None:
         check_answer(key, answer)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from cluster.registry.records import WorkerRecord
+from cluster.registry.records import GatewayRecord, WorkerRecord
 from cluster.roles import MAX_FLEET
 from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from kvstore.ids import INCARNATION_BITS
 
 # Records of workers: those whose life ended without a word stay until their time is out.
 MAX_RECORDS = 4 * MAX_FLEET
+MAX_GATEWAYS = 1024
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 4096
 MAX_ANSWER_BYTES = 1 << 20
 MAX_ANSWERS = 10_000
 MAX_KEYS = 100_000
 MAX_EVENT_BATCH = 10_000
+# Of the autoscaler, the last ones: seven hours at one every five seconds.
+MAX_DECISIONS = 5_000
+MAX_DECISION_BYTES = 16 << 10
 MAX_TTL_MS = 7 * 86_400_000
 
 
@@ -46,6 +50,18 @@ def too_many_workers() -> NoCapacity:
     return NoCapacity("too_many_workers", f"{MAX_RECORDS} workers are registered already", field="worker_id")
 
 
+def too_many_gateways() -> NoCapacity:
+    return NoCapacity("too_many_gateways", f"{MAX_GATEWAYS} gateways are registered already", field="gateway_id")
+
+
+def check_gateway(record: GatewayRecord) -> None:
+    """Raises InvalidInput naming the field."""
+    if not 0 < len(record.gateway_id) <= MAX_NAME_CHARS:
+        raise InvalidInput(
+            "bad_gateway_record", f"gateway_id must have 1 to {MAX_NAME_CHARS} chars", field="gateway_id"
+        )
+
+
 def check_worker(record: WorkerRecord) -> None:
     """Raises InvalidInput naming the field."""
     if not 0 < len(record.worker_id) <= MAX_NAME_CHARS:
@@ -62,6 +78,12 @@ def check_answer(key: str, answer: bytes) -> None:
         raise InvalidInput("bad_idempotency_key", f"must have 1 to {MAX_NAME_CHARS} chars", field="idempotency_key")
     if len(answer) > MAX_ANSWER_BYTES:
         raise InvalidInput("answer_too_long", f"an answer has at most {MAX_ANSWER_BYTES} bytes", field="answer")
+
+
+def check_decision(decision: bytes) -> None:
+    """Raises InvalidInput."""
+    if len(decision) > MAX_DECISION_BYTES:
+        raise InvalidInput("decision_too_long", f"a decision has at most {MAX_DECISION_BYTES} bytes", field="decision")
 
 
 def check_ttl(ttl_ms: int) -> None:

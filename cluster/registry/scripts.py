@@ -10,9 +10,9 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 """
 
-# KEYS workers (hash: id -> JSON), expiry (sorted set: id by the time it goes)
-# ARGV id, JSON, ttl_ms, incarnation, started_ms, most workers. Returns 1 kept, 0 superseded, -1 full.
-PUT_WORKER = (
+# KEYS workers or gateways (hash: id -> JSON), expiry (sorted set: id by the time it goes)
+# ARGV id, JSON, ttl_ms, incarnation, started_ms, most records. Returns 1 kept, 0 superseded, -1 full.
+PUT_RECORD = (
     _NOW
     + """
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
@@ -49,8 +49,8 @@ redis.call('ZREM', KEYS[2], ARGV[1])
 return 1
 """
 
-# KEYS workers, expiry. Returns the JSON of all that have not run out.
-WORKERS = (
+# KEYS workers or gateways, expiry. Returns the JSON of all that have not run out.
+RECORDS = (
     _NOW
     + """
 local out = {}
@@ -78,9 +78,9 @@ return {1, revision}
 """
 )
 
-# KEYS events (stream); ARGV JSON, writer, most events. Returns the sequence number: above the last one and, since a
-# flush forgets that, not below the time in milliseconds.
-APPEND_EVENT = (
+# KEYS events or decisions (stream); ARGV record, writer, most records. Returns the sequence number: above the last one
+# and, since a flush forgets that, not below the time in milliseconds.
+APPEND = (
     _NOW
     + """
 local last = 0

@@ -148,9 +148,11 @@ class Mutation(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     expected_revision: _builtins.int
-    """The fleet's revision that the caller saw; another one is a conflict. 0: any."""
+    """The fleet's revision that the caller saw; another one is a conflict, for a dry run too. 0: any."""
     idempotency_key: _builtins.str
-    """The same key twice is carried out once and answered twice. Empty: none."""
+    """The same request of the same caller under the same key is carried out once and answered each time, for a day. With
+    another request, or of another caller, it is a conflict (key_used). Empty: none.
+    """
     reason: _builtins.str
     """Kept in the event log beside who did it."""
     dry_run: _builtins.bool

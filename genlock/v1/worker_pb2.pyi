@@ -938,6 +938,7 @@ class WorkerStatus(_message.Message):
     METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     OWED_HANDOFFS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    UNTRIED_PEERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -958,6 +959,8 @@ class WorkerStatus(_message.Message):
     """This worker pulls only from peers that have passed; false for one that pulls from nobody."""
     metrics_endpoint: _builtins.str
     """Where Prometheus finds this worker, host:port; empty where metrics are off."""
+    untried_peers: _builtins.int
+    """Peers whose exchange is under way for the first time: known, and neither passed nor failed yet (decode)."""
     @_builtins.property
     def pool(self) -> Global___PoolStatus: ...
     @_builtins.property
@@ -1002,10 +1005,11 @@ class WorkerStatus(_message.Message):
         metrics_endpoint: _builtins.str = ...,
         owed_handoffs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         load: Global___LoadCounters | None = ...,
+        untried_peers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "load", b"load", "metrics_endpoint", b"metrics_endpoint", "outcomes", b"outcomes", "owed_handoffs", b"owed_handoffs", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "layout_fingerprint", b"layout_fingerprint", "leases", b"leases", "load", b"load", "metrics_endpoint", b"metrics_endpoint", "outcomes", b"outcomes", "owed_handoffs", b"owed_handoffs", "peers", b"peers", "pid", b"pid", "pool", b"pool", "proves_peers", b"proves_peers", "role", b"role", "running_requests", b"running_requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "tokens", b"tokens", "transfer_engine", b"transfer_engine", "untried_peers", b"untried_peers", "verification", b"verification", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

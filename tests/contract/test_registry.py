@@ -13,8 +13,9 @@ import pytest_asyncio
 from cluster.registry import memory, redis
 from cluster.registry.base import Registry
 from cluster.registry.memory import MemoryRegistry
-from cluster.registry.records import Desired, Event, WorkerRecord
+from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.redis import RedisRegistry
+from cluster.registry.rules import MAX_DECISION_BYTES
 from cluster.roles import Role
 from kvstore.errors import Conflict, InvalidInput, NoCapacity
 from tests.support.valkey import Valkey
@@ -122,6 +123,58 @@ async def test_a_record_that_names_nothing_is_refused(world: World, field: str) 
         await world.registry.put_worker(replace(RECORD, **{field: 0 if field == "incarnation" else ""}), 1000)
     assert caught.value.field == field
     assert await world.registry.workers() == ()
+
+
+async def test_what_gateways_tell_is_kept_while_they_tell_it(world: World) -> None:
+    assert await world.registry.gateways() == ()
+    await world.registry.put_gateway(GatewayRecord("b", 3, 1), 60_000)
+    await world.registry.put_gateway(GatewayRecord("a", 1), 300)
+    told = GatewayRecord("b", 7, 0)
+    await world.registry.put_gateway(told, 60_000)
+    assert await world.registry.gateways() == (GatewayRecord("a", 1), told)
+    assert await world.registry.workers() == (), "they are no workers"
+    await world.wait(350)
+    assert await world.registry.gateways() == (told,)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+async def test_a_gateway_without_a_name_is_refused(world: World, name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        await world.registry.put_gateway(GatewayRecord(name), 60_000)
+    assert caught.value.field == "gateway_id"
+
+
+async def test_there_are_only_so_many_gateways(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, redis):
+        monkeypatch.setattr(module, "MAX_GATEWAYS", 2)
+    await world.registry.put_gateway(GatewayRecord("one"), 300)
+    await world.registry.put_gateway(GatewayRecord("two"), 60_000)
+    with pytest.raises(NoCapacity) as caught:
+        await world.registry.put_gateway(GatewayRecord("three"), 60_000)
+    assert caught.value.reason == "too_many_gateways"
+    await world.registry.put_gateway(GatewayRecord("two", 5), 60_000)
+    await world.wait(350)
+    await world.registry.put_gateway(GatewayRecord("three"), 60_000)
+    assert [record.gateway_id for record in await world.registry.gateways()] == ["three", "two"]
+
+
+async def test_the_last_decisions_are_kept_newest_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "MAX_DECISIONS", 3)
+    if isinstance(world.registry, MemoryRegistry):
+        monkeypatch.setattr(memory, "MAX_DECISIONS", 3)
+        world.registry = MemoryRegistry(lambda: 0.0, EVENT_LIMIT)
+    assert await world.registry.last_decisions() == ()
+    texts = [bytes([number, 0, 255]) for number in range(5)]
+    for text in texts:
+        await world.registry.append_decision(text)
+    newest_first = tuple(reversed(texts))
+    assert await world.registry.last_decisions(100) == newest_first[:3]
+    assert await world.registry.last_decisions(2) == newest_first[:2]
+    assert await world.registry.last_decisions(0) == await world.registry.last_decisions(-1) == ()
+    with pytest.raises(InvalidInput) as caught:
+        await world.registry.append_decision(bytes(MAX_DECISION_BYTES + 1))
+    assert caught.value.reason == "decision_too_long"
+    assert await world.registry.events() == (), "they are no events"
 
 
 async def test_a_registry_that_is_full_takes_no_new_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,14 @@ def test_another_release_name_reaches_everything() -> None:
     assert one(documents, "Role")["rules"][0]["resourceNames"] == ["blue-genlock"]
 
 
+def test_a_group_may_go_to_zero_but_does_not_begin_there() -> None:
+    documents = with_values("prefill.minReplicas=0", "decode.minReplicas=0")
+    assert check(documents) == ()
+    for role in ("prefill", "decode"):
+        made = group(documents, role)
+        assert (made["minReplicas"], made["replicas"]) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

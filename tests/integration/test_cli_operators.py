@@ -85,6 +85,10 @@ def test_a_key_twice_is_one_change(cli: Cli):
     second = cli("scale", "decode=2", "--idempotency-key", "deploy-7", "-o", "json")
     assert json.loads(second[1])["fleet"]["revision"] == json.loads(first[1])["fleet"]["revision"]
     assert "Repeated" in second[2]
+    code, out, err = cli("drain", "decode-1", "--idempotency-key", "deploy-7")
+    assert (code, out) == (CONFLICT, "")
+    assert "was used for Scale" in err
+    assert "decode-1" in workers(cli)
 
 
 def test_a_wait_that_is_too_short_times_out_and_goes_on(cli: Cli):

@@ -7,6 +7,7 @@ import os
 
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.cli.status import unproved_pairs
 from cluster.config import load
@@ -188,3 +189,43 @@ async def test_a_check_names_its_field_and_tells_of_a_worker_that_is_not_there(s
             request = worker_pb2.CheckPeerRequest(prefill_endpoint="127.0.0.1:1", prefill_worker="gone")
             proof = (await stub.CheckPeer(request)).proof
             assert (proof.passed, proof.reason) == (False, "peer_unreachable")
+
+
+async def readiness(worker: BuiltWorker) -> str:
+    async with open_channel(worker.endpoint) as channel:
+        request = health_pb2.HealthCheckRequest(service="readiness")
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+async def test_a_worker_is_ready_alone_and_beside_a_peer_once_an_exchange_has_passed(subject: Subject):
+    async with Stage(subject) as stage:
+        decode = await stage.build(Role.DECODE, "decode-0")
+        assert await readiness(decode) == "SERVING", "a fleet of one role waits for nobody"
+        asked = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            await reader.read()
+            writer.close()
+
+        async with (
+            await asyncio.start_server(silent, "127.0.0.1", 0) as server,
+            open_channel(decode.endpoint) as channel,
+        ):
+            place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            request = worker_pb2.CheckPeerRequest(prefill_endpoint=place, prefill_worker="prefill-0")
+            call = worker_pb2_grpc.DecodeServiceStub(channel).CheckPeer(request, timeout=TIMEOUT_S)
+            exchange = asyncio.ensure_future(call)
+            await asyncio.wait_for(asked.wait(), TIMEOUT_S)
+            assert await readiness(decode) == "NOT_SERVING", "a peer is known, and nothing has passed"
+            call.cancel()
+            await asyncio.gather(exchange, return_exceptions=True)
+        prefill = await stage.build(Role.PREFILL, "prefill-0")
+        stage.sick[prefill.guard.incarnation] = FAULTS["damages"]
+        await stage.open("prefill-0", "decode-0")
+        await stage.until(lambda: bool(stage.gateway.state.fleet.failing()), "the exchange has failed")
+        assert await readiness(decode) == "NOT_SERVING"
+        stage.sick.clear()
+        await stage.gateway.wait_ready(TIMEOUT_S * 1000)
+        assert await readiness(decode) == await readiness(prefill) == "SERVING"

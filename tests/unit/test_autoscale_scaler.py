@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.autoscale.decide import Counts
@@ -93,12 +95,37 @@ def test_scaler_grows_under_load_and_forgets_wishes_with_the_policy() -> None:
 
 
 def test_the_door_wakes_a_fleet_of_zero() -> None:
-    arrivals = [0.0]
-    scaler = Scaler(arrivals=lambda: arrivals[0])
+    scaler = Scaler()
     policy = "to_zero: {enabled: true, idle_ms: 1000}\nprefill: {low: 0}\ndecode: {low: 0}"
-    assert scaler.decide(policy, [], Counts(0, 0), 0.0).target == Counts(0, 0)
-    arrivals[0] = 2.0
-    assert scaler.decide(policy, [], Counts(0, 0), 1000.0).target == Counts(1, 1)
+    assert scaler.decide(policy, [], Counts(0, 0), 0.0, at_door=0.0).target == Counts(0, 0)
+    assert scaler.decide(policy, [], Counts(0, 0), 1000.0, at_door=2.0).target == Counts(1, 1)
+
+
+@pytest.mark.parametrize(("at_door", "target"), [(0.0, Counts(0, 0)), (None, Counts(1, 1))])
+def test_a_fleet_goes_to_zero_only_where_a_door_can_wake_it(at_door: float | None, target: Counts) -> None:
+    scaler = Scaler()
+    policy = "to_zero: {enabled: true, idle_ms: 1000}\nprefill: {low: 0}\ndecode: {low: 0}\ndown: {delay_ms: 0}"
+    told = [prefill(status()), decode(status())]
+    for at_ms in (0.0, 1000.0, 2000.0):
+        decision = scaler.decide(policy, told, Counts(1, 1), at_ms, at_door)
+    assert decision.target == target
+
+
+@pytest.mark.parametrize("age_ms", [1000.0, 1001.0])
+def test_answers_that_are_old_hold_their_role_and_no_other(age_ms: float) -> None:
+    now_ms = 60_000.0
+    busy = replace(decode(status(running=32)), at_ms=now_ms - age_ms)
+    told = [
+        replace(prefill(status()), at_ms=now_ms),
+        replace(decode(status(running=32), "decode-1"), at_ms=now_ms),
+        busy,
+    ]
+    policy = "stale_ms: 1000\nup: {delay_ms: 0}"
+    decision = Scaler().decide(policy, told, Counts(1, 2), now_ms)
+    held = age_ms > 1000
+    assert (decision.target.decode == 2) is held
+    assert any(reason.startswith("decode holds: metrics are") for reason in decision.reasons) is held
+    assert not any(reason.startswith("prefill holds") for reason in decision.reasons)
 
 
 def test_a_policy_that_cannot_be_read_is_refused() -> None:

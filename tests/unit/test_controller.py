@@ -11,6 +11,7 @@ import pytest
 from cluster.control.api import Change
 from cluster.control.hands import Verdict
 from cluster.control.operations import Operations
+from cluster.control.scaling import PolicyScaler
 from cluster.control.state import Phase
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired
@@ -18,6 +19,7 @@ from cluster.roles import Role
 from genlock.v1 import operator_pb2
 from kvstore.errors import Conflict, InvalidInput, NoCapacity, NotFound, Refused, Unavailable
 from tests.support.control_world import POLICY, FakeFleet, World, now_ms
+from wire.clocks import unix_ms
 from wire.ending import end_tasks
 
 ME = Change("me", "because")
@@ -129,6 +131,13 @@ async def test_a_registry_that_was_flushed_gets_back_what_is_wanted():
         assert (await world.registry.desired()).decode == 2
         await world.settled()
         assert len(world.fleet.workers) == 3
+        kept = await world.registry.desired()
+        assert kept.refills == world.controller.tally.refills == 1
+        assert abs(kept.refilled_ms - unix_ms()) < 60_000
+        async with asyncio.timeout(5):
+            while not (told := [one for one in await world.operations.events(0, 1000) if one.kind == "registry"]):
+                await asyncio.sleep(0.01)
+        assert [one.message for one in told] == [f"lost revision {revision}, had 0: written again as {kept.revision}"]
 
 
 async def test_a_registry_that_is_away_stops_changes_and_nothing_else():
@@ -211,7 +220,7 @@ async def test_a_start_that_hangs_is_cancelled_by_the_kill():
         (lambda o: o.drain(["decode-0"], [], ME, deadline_ms=-1), InvalidInput, "bad_deadline", "deadline_ms"),
         (lambda o: o.restart("prefill-0", ME), Refused, "last_worker", "workers"),
         (lambda o: o.cordon(["x"], [], True, ME), NotFound, "unknown_worker", "workers"),
-        (lambda o: o.set_autoscale("bounds: {}", None, ME), Refused, "no_autoscaler", "policy"),
+        (lambda o: o.set_autoscale(lambda _kept: "bounds: {}", None, ME), Refused, "no_autoscaler", "policy"),
     ],
 )
 async def test_refusals_change_nothing(call, kind: type, reason: str, field: str):
@@ -235,7 +244,7 @@ async def test_the_same_key_twice_is_carried_out_once_and_a_dry_run_not_at_all()
         keyed = replace(ME, idempotency_key="k1")
         first = await world.operations.drain(["decode-0"], [], keyed)
         assert (first.desired.decode, first.repeated) == (1, False)
-        second = await world.operations.drain(["decode-1"], [], keyed)
+        second = await world.operations.drain(["decode-0"], [], keyed)
         assert (second.desired.decode, second.repeated) == (1, True)
         await world.until(lambda s: "decode-0" not in s.rows)
         await world.settled()
@@ -274,7 +283,7 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
     record = operator_pb2.AutoscaleDecision(reasons=["backlog"])
 
     class Scaler:
-        def decide(self, view, now_ms):
+        async def decide(self, view, now_ms):
             asked.set()
             return Verdict(None, 3, "backlog", record)
 
@@ -284,10 +293,10 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
         operations.start()
         await asyncio.sleep(0.03)
         assert not asked.is_set(), "no policy, no question"
-        await operations.set_autoscale("bounds: {}", True, ME)
+        await operations.set_autoscale(lambda _kept: "bounds: {}", True, ME)
         await asyncio.sleep(0.03)
         assert not asked.is_set(), "paused"
-        await operations.set_autoscale("bounds: {}", False, ME)
+        await operations.set_autoscale(lambda _kept: "bounds: {}", False, ME)
         await world.until(lambda s: len(s.of(Role.DECODE)) == 3)
         await world.settled()
         assert (await operations.decisions(1)) == (record,)
@@ -296,6 +305,26 @@ async def test_the_autoscaler_scales_on_the_same_path_and_not_while_paused():
             ("autoscaler", "backlog")
         ]
         await operations.stop()
+
+
+async def test_answers_that_do_not_come_any_more_get_old_for_the_autoscaler(monkeypatch) -> None:
+    async def nobody() -> None:
+        return None
+
+    async with World() as world:
+        await world.settled()
+
+        async def hangs(_endpoint: str, _timeout_ms: int) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(world.fleet, "status", hangs)
+        await asyncio.sleep(0.05)
+        view = replace(await world.operations.view(), desired=Desired(1, 1, 1, autoscale="stale_ms: 1000"))
+        scaler, asked_ms = PolicyScaler(unix_ms, nobody), min(row.asked_ms for row in view.workers)
+        assert 0 < now_ms() - asked_ms < 10_000
+        for age_ms, stale in ((1000, False), (1001, True)):
+            verdict = await scaler.decide(view, asked_ms + age_ms)
+            assert ("metrics are" in verdict.reason) is stale
 
 
 async def test_a_cancellation_that_is_swallowed_is_repeated() -> None:

@@ -38,6 +38,7 @@ async def test_phases_counts_and_settling() -> None:
         assert seen.by("genlock_fleet_desired_workers", "role") == {("prefill",): 1, ("decode",): 2}
         assert seen.value("genlock_fleet_settled") == 1
         assert seen.value("genlock_controller_registry_up") == 1
+        assert seen.value("genlock_controller_registry_refills_total") == 0
         assert 0 <= seen.value("genlock_controller_loop_age_seconds") < 60
         assert seen.value("genlock_controller_events_total") > 0
         world.fleet.workers["decode-1"].running_requests = 1
@@ -68,7 +69,7 @@ class Says:
     def __init__(self, *verdicts: Verdict | Exception) -> None:
         self.verdicts = list(verdicts)
 
-    def decide(self, _view, _now_ms):
+    async def decide(self, _view, _now_ms):
         if not self.verdicts:
             return None
         verdict = self.verdicts.pop(0)
@@ -84,7 +85,7 @@ async def test_decisions_by_outcome_and_what_went_wrong_with_them() -> None:
             Verdict(None, None, "enough"), Verdict(2, 1, "moves"), ZeroDivisionError(), Verdict(999, 1, "cannot be"),
         )  # fmt: skip
         operations = Operations(world.controller, says, autoscale_ms=1)
-        await operations.set_autoscale("{}", None, ME)
+        await operations.set_autoscale(lambda _kept: "{}", None, ME)
         operations.start()
         async with asyncio.timeout(10):
             while says.verdicts:

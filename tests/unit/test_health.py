@@ -19,7 +19,12 @@ PASSED, FAILED = worker_pb2.PeerProof(worker_id="p", passed=True), worker_pb2.Pe
         ({"step_age_ms": 101}, False, True),
         ({"step_age_ms": 301}, False, False),
         ({"draining": True}, False, True),
+        # A fleet of one role: nobody to prove anything with.
         ({"proves_peers": True}, True, True),
+        ({"proves_peers": True, "untried_peers": 1}, False, True),
+        ({"proves_peers": True, "untried_peers": 1, "peers": [FAILED]}, False, True),
+        ({"proves_peers": True, "untried_peers": 1, "peers": [PASSED]}, True, True),
+        ({"untried_peers": 1}, True, True),
         ({"proves_peers": True, "peers": [FAILED]}, False, True),
         ({"proves_peers": True, "peers": [FAILED, PASSED]}, True, True),
         # Load alone is no illness.

@@ -80,6 +80,14 @@ def test_replicas_and_names(replicas, there, needs, after, named):
     assert bool(made.patch) == (after != replicas) == bool(made.done)
 
 
+def test_a_fleet_that_goes_to_zero_needs_no_pods_where_the_bounds_say_so_and_gets_them_back():
+    asleep = planned(cluster(1, low=0), pods("a"), need(0))
+    assert (asleep.replicas[D], doomed(asleep)) == (0, ["a"])
+    assert planned(cluster(0, low=0), pods(), need(0)).patch == ()
+    woken = planned(cluster(0, low=0), pods(), need(1, placing=True))
+    assert (woken.replicas[D], woken.short) == (1, None)
+
+
 def test_the_patch_tests_what_it_was_made_for_and_is_one():
     made = planned(
         cluster(3, scaleStrategy={"x": 1, "workersToDelete": ["b", "gone"]}),

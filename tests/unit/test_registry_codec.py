@@ -98,6 +98,7 @@ def test_long_texts_are_cut() -> None:
 def test_no_bytes_end_a_reader(data: bytes) -> None:
     for decode in (
         codec.decode_worker,
+        codec.decode_gateway,
         lambda text: codec.decode_desired(text, 1),
         lambda text: codec.decode_event(text, 1),
     ):
@@ -115,11 +116,16 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=50)
-@given(st.dictionaries(st.sampled_from(["v", *sorted({*codec._WORKER, *codec._DESIRED, *codec._EVENT})]), VALUES))
+@given(
+    st.dictionaries(
+        st.sampled_from(["v", *sorted({*codec._WORKER, *codec._GATEWAY, *codec._DESIRED, *codec._EVENT})]), VALUES
+    )
+)
 def test_no_values_end_a_reader(tree: dict[str, object]) -> None:
     text = json.dumps({"v": 1, **tree})
     for decode in (
         codec.decode_worker,
+        codec.decode_gateway,
         lambda text: codec.decode_desired(text, 1),
         lambda text: codec.decode_event(text, 1),
     ):

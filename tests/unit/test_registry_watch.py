@@ -167,6 +167,21 @@ def test_health_in_words() -> None:
     assert failing.ok().words(9000, 0) == "ok"
 
 
+def test_a_fleet_sleeps_from_the_wish_for_nobody_until_a_request_can_be_served() -> None:
+    fleet, view = seen(*ALL, desired=Desired(revision=3, prefill=1, decode=2))
+    assert not view.asleep
+    done = follow(fleet, view, ALL, Desired(revision=4))
+    assert done.view.asleep
+    done = follow(Fleet(), done.view, (), Desired())
+    assert done.view.asleep, "flushed: nothing is known to be wanted"
+    woken = Desired(revision=5, prefill=1, decode=1)
+    done = follow(Fleet(), done.view, (PREFILL, DECODE), woken)
+    assert done.view.asleep, "they are there and have not answered yet"
+    done = follow(answering(done.fleet, PREFILL, DECODE), done.view, (PREFILL, DECODE), woken)
+    assert not done.view.asleep
+    assert not follow(Fleet(), done.view, (), woken).view.asleep, "workers that are lost are no sleep"
+
+
 class Breaking(MemoryRegistry):
     error: Exception | None = None
 
@@ -183,11 +198,12 @@ async def test_a_registry_that_fails_changes_nothing_but_the_health(error: Excep
     for record in ALL:
         await registry.put_worker(record, 1000)
     state = SimpleNamespace(
-        fleet=Fleet(), sources=SimpleNamespace(now_ms=lambda: now[0]), registry_health=None, look_again=lambda: None,
-        retire_channel=lambda _endpoint: None,
+        fleet=Fleet(), sources=SimpleNamespace(now_ms=lambda: now[0], random_bytes=bytes), registry_health=None,
+        look_again=lambda: None, retire_channel=lambda _endpoint: None, set_asleep=lambda _asleep: None,
+        config=load().config, arrived=3, waiting=(),
     )  # fmt: skip
     state.set_fleet = lambda fleet: setattr(state, "fleet", fleet)
-    watch = RegistryWatch(state, registry)
+    watch = RegistryWatch(state, registry, lambda: 50_000)
     await watch.look()
     assert state.registry_health() == "ok"
     fleet = state.fleet
@@ -202,6 +218,23 @@ async def test_a_registry_that_fails_changes_nothing_but_the_health(error: Excep
     registry.error = None
     await watch.look()
     assert state.registry_health() == "ok"
+    await registry.replace_desired(Desired(prefill=1, decode=1, refills=1, refilled_ms=38_000), 0)
+    await watch.look()
+    assert state.registry_health() == "ok; refilled 12 s ago"
+    assert [(record.arrived, record.waiting) for record in await registry.gateways()] == [(3, 0)]
+
+
+async def test_a_registry_that_does_not_take_what_a_gateway_tells_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.registry.memory.MAX_GATEWAYS", 0)
+    state = SimpleNamespace(
+        fleet=Fleet(), sources=SimpleNamespace(now_ms=lambda: 0.0, random_bytes=bytes), config=load().config,
+        arrived=3, waiting=(), set_asleep=lambda _asleep: None,
+    )  # fmt: skip
+    watch = RegistryWatch(state, MemoryRegistry(lambda: 0.0), lambda: 50_000)
+    await watch.look()
+    assert state.registry_health() == (
+        "ok; does not take what this gateway tells: 1024 gateways are registered already"
+    )
 
 
 def test_a_gateway_alone_needs_a_shared_registry() -> None:
