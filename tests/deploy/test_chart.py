@@ -185,6 +185,11 @@ def test_tls_comes_from_a_secret() -> None:
         entry = container(where["template"])
         assert {"name": "tls", "mountPath": "/etc/genlock/tls", "readOnly": True} in entry["volumeMounts"]
         assert {"name": "GENLOCK_TLS_KEY_FILE", "value": "/etc/genlock/tls/tls.key"} in entry["env"]
+    # The preStop hook's drain calls the gateway over TLS.
+    for role in ("prefill", "decode"):
+        assert {"name": "GENLOCK_CA", "value": "/etc/genlock/tls/ca.crt"} in container(
+            group(documents, role)["template"]
+        )["env"]
     # The kubelet's gRPC probe speaks no TLS.
     gateway = container(one(documents, "Deployment", "genlock-gateway")["spec"]["template"])
     assert all("grpc" not in gateway[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe"))
