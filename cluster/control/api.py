@@ -70,6 +70,7 @@ class NodeRow:
     gpus: float
     gpus_free: float
     workers: tuple[str, ...]
+    node_id: str = ""
 
 
 class FleetControl(Protocol):

@@ -399,7 +399,7 @@ class Controller:
         limit_ms = self.state.policy.start_ms + START_MARGIN_MS
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                place = await self.hands.start(action.worker_id, action.role, lost)
+                place = await self.hands.start(action.worker_id, action.role, lost, action.avoid)
         except TimeoutError:
             self.hear(StartFailed(action.worker_id, action.life, f"no answer within {limit_ms} ms"))
         except GenlockError as error:
@@ -407,7 +407,7 @@ class Controller:
             why = filter(None, (error.message, self.room_error if isinstance(error, NoCapacity) else ""))
             self.hear(StartFailed(action.worker_id, action.life, "; ".join(why)))
         else:
-            self.hear(Started(action.worker_id, action.life, place.endpoint, place.node))
+            self.hear(Started(action.worker_id, action.life, place.endpoint, place.node, place.node_id))
 
     async def _drain(self, action: Drain) -> None:
         """Until the worker has heard it, at most until the drain's deadline."""

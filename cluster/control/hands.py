@@ -21,13 +21,15 @@ class Place:
 
     endpoint: str
     node: str = ""
+    node_id: str = ""
 
 
 class Hands(Protocol):
     """Starts and ends workers. Every call ends in bounded time."""
 
-    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
-        """Raises a GenlockError; nothing of the worker is left then, nor when the call is cancelled."""
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost, avoid: frozenset[str] = frozenset()) -> Place:
+        """On a node whose id is none of `avoid`. Raises a GenlockError; nothing of the worker is left then, nor when
+        the call is cancelled."""
         ...
 
     async def stop(self, worker_id: str) -> None:

@@ -55,6 +55,9 @@ class Desired:
     controller_endpoint: str = ""
     # Restarts that were asked for, by worker id: a drain that ends in a new worker.
     restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    # Nodes that were drained: no worker is placed there. Ray's id by name: a node that comes back has another id, and
+    # takes workers again.
+    closed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)

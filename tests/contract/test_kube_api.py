@@ -52,7 +52,7 @@ class PodFleet(FakeFleet):
         self.on: dict[str, str] = {}
         served.busy = lambda: set(self.on.values())
 
-    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost, avoid: frozenset[str] = frozenset()) -> Place:
         deadline = asyncio.get_running_loop().time() + self.place_s
         while not (free := [pod for pod in self.served.of(role.value) if pod not in self.on.values()]):
             if asyncio.get_running_loop().time() > deadline:

@@ -146,6 +146,35 @@ async def test_a_controller_that_is_killed_comes_back_and_finds_target_and_worke
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_what_replaces_the_workers_of_a_drained_node_starts_on_another_one(site: Site):
+    before = await site.settled(1, 1)
+    assert {worker.node for worker in before.workers} == {"node"}
+    drain = pb.DrainWorkersRequest(nodes=["node"], force=True, replace=True)
+    await site.operator.Drain(drain, timeout=30)
+    async with asyncio.timeout(WAIT_S):
+        while set(site.lives(await site.fleet()).values()) & set(site.lives(before).values()):
+            await asyncio.sleep(0.1)
+    await site.nodes.start_node("other")
+    after = await site.settled(1, 1)
+    assert {worker.node for worker in after.workers} == {"other"}, "the drained node has room, and is not taken"
+    # A worker that crashes stays off it as well, until it is uncordoned and the other one drained.
+    pid = site.nodes.pids("other", name="WorkerActor")[0]
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while site.lives(again := await site.fleet()) == site.lives(after) or not again.settled:
+            await asyncio.sleep(0.1)
+    assert {worker.node for worker in again.workers} == {"other"}
+    await site.operator.Uncordon(pb.CordonRequest(nodes=["node"]), timeout=30)
+    await site.operator.Drain(pb.DrainWorkersRequest(nodes=["other"], force=True, replace=True), timeout=30)
+    async with asyncio.timeout(WAIT_S):
+        while {worker.node for worker in (await site.fleet()).workers} != {"node"}:
+            await asyncio.sleep(0.1)
+    await site.settled(1, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_the_head_goes_and_comes_back_with_its_state_from_redis(site: Site):
     before = await site.settled(1, 1)
