@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from cluster.cli import doctor_parts
 from cluster.config import load
 from cluster.gateway.served import ServedModel
 from cluster.launch.front import Front
@@ -125,6 +126,24 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         yield site
     finally:
         await site.stop()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_doctor_asks_a_real_ray_for_its_versions(tmp_path: Path):
+    valkey = Valkey(tmp_path)
+    await valkey.start()
+    nodes = RayNodes(valkey.port)
+    try:
+        await nodes.start_head()
+        for address, result in ((nodes.address, "ok"), ("127.0.0.1:1", "failed")):
+            config = load(flags={"control.ray_address": address}).config
+            [found] = await asyncio.to_thread(lambda config=config: list(doctor_parts.ray(config)))
+            assert found.result == result, found
+    finally:
+        nodes.stop()
+        valkey.kill()
 
 
 @pytest.mark.ray
