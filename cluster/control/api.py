@@ -71,6 +71,8 @@ class NodeRow:
     gpus_free: float
     workers: tuple[str, ...]
     node_id: str = ""
+    # No worker is placed there until it leaves or is uncordoned.
+    drained: bool = False
 
 
 class FleetControl(Protocol):

@@ -176,6 +176,11 @@ class Controller:
         return row
 
     @property
+    def closed(self) -> frozenset[str]:
+        """Ids of the nodes that were drained."""
+        return frozenset(self.state.desired.closed.values())
+
+    @property
     def room_error(self) -> str:
         """Why the nodes could not be made to fit; empty: they could, or are not this controller's."""
         return self.keeper.error if self.keeper is not None else ""
@@ -183,7 +188,7 @@ class Controller:
     async def check_room(self, counts: dict[Role, int]) -> None:
         """Raises NoCapacity where so many workers can have no place, nor nodes be made for them."""
         try:
-            await self.hands.check_room(counts)
+            await self.hands.check_room(counts, self.closed)
         except NoCapacity:
             if self.keeper is None:
                 raise

@@ -44,8 +44,9 @@ class Hands(Protocol):
         """Live workers of this cluster that an earlier controller started; from here on they are owned."""
         ...
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
-        """Raises NoCapacity (`no_place`) naming demand and supply where so many in all could never have a place."""
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
+        """Raises NoCapacity (`no_place`) naming demand and supply where so many in all could never have a place on
+        nodes whose id is none of `avoid`."""
         ...
 
     async def nodes(self) -> Sequence[NodeRow]: ...

@@ -73,7 +73,8 @@ class Operations(FleetControl):
         return tuple(self._decisions)[: max(0, limit)]
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        return tuple(await self._controller.hands.nodes())
+        closed = self._controller.closed
+        return tuple(replace(row, drained=row.node_id in closed) for row in await self._controller.hands.nodes())
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         return await self._controller.registry.events(after, limit)

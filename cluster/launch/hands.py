@@ -52,9 +52,9 @@ class LauncherHands:
             for one in await self._launcher.adopt(self._both(on_lost))
         ]
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
         specs = [
-            spec_of(self._config, role, f"{role.value}-{index}") for role, count in counts.items()
+            spec_of(self._config, role, f"{role.value}-{index}", avoid) for role, count in counts.items()
             for index in range(count)
         ]  # fmt: skip
         # Workers that may go to the same nodes are counted together.

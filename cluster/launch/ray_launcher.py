@@ -166,11 +166,11 @@ class RayLauncher:
         nodes = await self._call(self._nodes)
         spec = specs[0]
         demand, labels = self._bundle(spec), labels_of(spec.config.workers)
-        room = places(demand, labels, nodes)
+        room = places(demand, labels, [supply for supply in nodes if supply.node_id not in spec.avoid])
         if room < len(specs):
             free = await self._call(self._ray.available_resources)
             why = f"{len(specs)} such workers are wanted in all, {room} have a place."
-            raise no_place(spec.worker_id, demand, labels, nodes, free, why)
+            raise no_place(spec.worker_id, demand, labels, nodes, free, why, spec.avoid)
 
     async def node_of(self, worker_id: str) -> tuple[str, str]:
         node_id = self._get(worker_id).node_id

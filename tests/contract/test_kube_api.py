@@ -62,7 +62,7 @@ class PodFleet(FakeFleet):
         self.on[worker_id] = free[0]
         return replace(place, node=free[0])
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
         for role, count in counts.items():
             if count > len(self.served.of(role.value)):
                 raise NoCapacity("no_place", f"{count} {role.value} workers")

@@ -74,8 +74,8 @@ class FakeFleet:
             for name, status in self.workers.items()
         ]
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
-        if sum(counts.values()) > self.room:
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
+        if sum(counts.values()) > self.room or avoid.issuperset(self.nodes_there.values()):
             raise NoCapacity("no_place", f"{sum(counts.values())} workers, place for {self.room}")
 
     async def nodes(self) -> Sequence[NodeRow]:

@@ -236,9 +236,23 @@ async def test_a_node_without_workers_can_be_drained_too():
         await world.settled()
         await world.operations.drain([], ["node-b"], ME)
         assert (await world.registry.desired()).closed == {"node-b": "id-b"}
+        assert {row.node: row.drained for row in await world.operations.nodes()} == {"node-a": False, "node-b": True}
         fleet.nodes_there = {"node-b": "id-b"}
         fleet.die("decode-0")
         await world.until(lambda s: "avoid" in s.rows["decode-0"].reason)
+
+
+async def test_a_drained_node_has_no_room_for_more():
+    fleet = FakeFleet()
+    async with World(fleet) as world:
+        await world.settled()
+        await world.operations.drain([], ["node-a"], ME, force=True, replace=True)
+        with pytest.raises(NoCapacity) as caught:
+            await world.operations.scale(None, 2, ME)
+        assert caught.value.reason == "no_place"
+        fleet.nodes_there["node-b"] = "id-b"
+        await world.operations.scale(None, 2, ME)
+        await world.settled()
 
 
 async def test_a_restart_of_a_worker_and_a_cordon_of_a_node_close_nothing():
