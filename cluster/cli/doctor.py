@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.metadata
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from cluster.cli.doctor_exposure import exposure
+from cluster.cli.doctor_finding import FAIL, OK, SKIP, WARN, Finding
+from cluster.cli.doctor_parts import CLOCK_LIMIT_MS, engines, ray, registry, versions
 from cluster.cli.options import load_settings, settings_options
 from cluster.output import output_option
-from wire.clocks import now_ms
 
 if TYPE_CHECKING:
     from cluster.settings import Config
-
-OK, WARN, FAIL, SKIP = "ok", "warning", "failed", "skipped"
-CONNECT_S = 3.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CLOCK_LIMIT_MS = 1_000
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. `fix` is there where the result is not ok."""
-
-    check: str
-    result: str
-    detail: str
-    fix: str = ""
 
 
 @click.command(
@@ -85,17 +68,6 @@ def examine(config: Config) -> Iterator[Finding]:
             yield Finding(check.__name__.strip("_"), FAIL, f"{type(error).__name__}: {error}"[:200], "report this")
 
 
-def _versions(_config: Config) -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info[:2] == (3, 11)
-    yield Finding("python", OK if good else FAIL, version, "" if good else "use Python 3.11")
-    for name in ("genlock", "torch", "ray", "grpcio", "protobuf", "numba", "redis"):
-        try:
-            yield Finding(name, OK, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, FAIL, "not installed", f"pip install {name}")
-
-
 def _model(config: Config) -> Iterator[Finding]:
     from kvstore.errors import GenlockError
     from model.load import load_identity
@@ -108,76 +80,10 @@ def _model(config: Config) -> Iterator[Finding]:
         yield Finding("model", OK, f"{info.name}, context {info.context_tokens} tokens")
 
 
-def _engines(config: Config) -> Iterator[Finding]:
-    for name, module in (("shm", ""), ("mooncake", "mooncake.engine"), ("nixl", "nixl_cu12._bindings")):
-        chosen = config.transfer.engine == name
-        if not module:
-            there = Path("/proc/self/fd").is_dir()
-            yield Finding("engine shm", OK if there else FAIL, "/proc is mounted" if there else "/proc is not mounted",
-                          "" if there else "mount /proc")  # fmt: skip
-            continue
-        found = _importable(module)
-        result = OK if not found else FAIL if chosen else SKIP
-        yield Finding(f"engine {name}", result, found or "its library loads",
-                      f"pip install 'genlock[{name}]'" if result == FAIL else "")  # fmt: skip
-
-
-def _importable(module: str) -> str:
-    """Why a module cannot be found; empty when it can. It is not imported: libraries start threads."""
-    import importlib.util
-
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        return f"not installed ({error})"
-    return "" if spec is not None else "not installed"
-
-
-def _ray(config: Config) -> Iterator[Finding]:
-    if _importable("ray"):
-        yield Finding("ray", FAIL, "not installed", "pip install 'ray==2.60.0'")
-        return
-    address = config.control.ray_address
-    if address in ("local", "auto"):
-        yield Finding("ray cluster", OK, f"control.ray_address is {address}: nothing to reach")
-        return
-    host, _, port = address.rpartition(":")
-    yield _reach("ray cluster", host, port, "start Ray there, or set control.ray_address")
-
-
-def _registry(config: Config) -> Iterator[Finding]:
-    from cluster.registry.make import is_shared
-
-    if not is_shared(config):
-        yield Finding("registry", OK, "in memory: for one process; `genlock gateway` and `controller` need Redis")
-        return
-    import asyncio
-
-    from cluster.registry.make import registry_from
-    from kvstore.errors import GenlockError
-
-    async def ask() -> tuple[int, int]:
-        registry = registry_from(config, now_ms)
-        await registry.open()
-        try:
-            return len(await registry.workers()), (await registry.desired()).revision
-        finally:
-            await registry.close()
-
-    try:
-        workers, revision = asyncio.run(ask())
-    except GenlockError as error:
-        yield Finding("registry", FAIL, error.message[:200], "start Redis, or correct registry.*")
-    else:
-        yield Finding("registry", OK, f"{config.registry.url} answers: {workers} workers, revision {revision}")
-
-
-def _reach(name: str, host: str, port: str, fix: str) -> Finding:
-    try:
-        with socket.create_connection((host, int(port)), CONNECT_S):
-            return Finding(name, OK, f"{host}:{port} answers")
-    except (OSError, ValueError) as error:
-        return Finding(name, FAIL, f"{host}:{port}: {error}", fix)
+def _shared_memory(_config: Config) -> Iterator[Finding]:
+    there = Path("/proc/self/fd").is_dir()
+    yield Finding("engine shm", OK if there else FAIL, "/proc is mounted" if there else "/proc is not mounted",
+                  "" if there else "mount /proc")  # fmt: skip
 
 
 def _ports(config: Config) -> Iterator[Finding]:
@@ -218,7 +124,7 @@ def _memory(config: Config) -> Iterator[Finding]:
                   "" if enough else "start fewer workers or lower workers.cpus")  # fmt: skip
 
 
-def _clocks(_config: Config) -> Iterator[Finding]:
+def _clock(_config: Config) -> Iterator[Finding]:
     # A wall clock that is set while this looks: leases and deadlines use the monotonic one and do not care.
     wall, mono = time.time(), time.monotonic()
     time.sleep(0.1)
@@ -228,25 +134,6 @@ def _clocks(_config: Config) -> Iterator[Finding]:
                   "" if steady else "run NTP; event times will be wrong, pages stay safe")  # fmt: skip
 
 
-def _exposure(config: Config) -> Iterator[Finding]:
-    """Listeners that anybody may reach."""
-    open_api = config.api.host not in LOOPBACK or config.api.http_host not in LOOPBACK
-    if open_api and not config.api.tenants_file:
-        yield Finding("front door", WARN, "listens beyond this host without credentials",
-                      "set api.tenants_file, or listen on 127.0.0.1")  # fmt: skip
-    if config.workers.host not in LOOPBACK:
-        yield Finding("worker ports", WARN, "workers listen beyond this host",
-                      "keep them in a private network; docs/security.md")  # fmt: skip
-    if config.transfer.engine == "mooncake":
-        yield Finding("transfer listener", WARN, "Mooncake listens on all interfaces and asks nobody who they are",
-                      "let only workers reach its ports (NetworkPolicy, firewall)")  # fmt: skip
-    if config.transfer.engine == "nixl" and config.workers.host not in LOOPBACK:
-        yield Finding("transfer listener", WARN, "UCX listens without authentication",
-                      "set UCX_NET_DEVICES to the private interface; let only workers reach it")  # fmt: skip
-    if config.log.prompts:
-        yield Finding("log.prompts", WARN, "prompts and answers go to the log", "turn it off after the debugging")
-    if not open_api and config.workers.host in LOOPBACK:
-        yield Finding("exposure", OK, "everything listens on this host alone")
-
-
-CHECKS = (_versions, _model, _engines, _ray, _registry, _ports, _memory, _clocks, _exposure)
+CHECKS = (
+    versions, _model, _shared_memory, engines, ray, registry, _ports, _memory, _clock, exposure,
+)  # fmt: skip

@@ -10,6 +10,7 @@ import click
 from cluster.cli.operate import (
     change_options,
     fleet_tables,
+    leave,
     mutation,
     operator_options,
     settle,
@@ -58,7 +59,7 @@ Examples:
 def uncordon(
     names: tuple[str, ...], endpoint: str | None, token: str | None, timeout_s: float, output: str, **change: Any
 ) -> int:
-    """Sends requests to them again."""
+    """Sends requests to them again, and places workers on nodes that were drained."""
     return _cordon("Uncordon", names, endpoint, token, timeout_s, output, change)
 
 
@@ -70,7 +71,8 @@ Examples:
   genlock drain prefill-0 --replace
 
 \b
-A prefill worker stops when each promised page has been pulled or its lease has ended."""
+A prefill worker stops when each promised page has been pulled or its lease has ended. On a drained node no worker is
+placed until it leaves, or `genlock uncordon NODE`; with --replace, --wait is over when the node is empty."""
 )
 @names_argument
 @deadline_option
@@ -95,8 +97,12 @@ def drain(
         before: pb.FleetView = await client.operate("Drain", request)
         if not wait or request.mutation.dry_run:
             return before
-        going = [worker.worker_id for worker in before.workers if worker.worker_id in workers or worker.node in nodes]
-        return await settle(client, wait_s, gone=() if replace else going, what="Draining")
+        going = [worker for worker in before.workers if worker.worker_id in workers or worker.node in nodes]
+        if replace and nodes:
+            # What takes their place may wait for a node of its own: one that comes when this one has gone.
+            return await leave(client, wait_s, going)
+        names_gone = () if replace else [worker.worker_id for worker in going]
+        return await settle(client, wait_s, gone=names_gone, what="Draining")
 
     return _run(work, endpoint, token, timeout_s, output)
 

@@ -60,9 +60,18 @@ def request_tables(answer: pb.ListRequestsResponse, wide: bool) -> list[Table]:
 
 
 def node_tables(answer: pb.ListNodesResponse, _wide: bool) -> list[Table]:
-    columns = ("node", "alive", "cpus", "free", "gpus", "free", "workers")
+    columns = ("node", "alive", "drained", "cpus", "free", "gpus", "free", "workers")
     rows = [
-        (node.node, node.alive, node.cpus, node.cpus_free, node.gpus, node.gpus_free, ", ".join(node.workers))
+        (
+            node.node,
+            node.alive,
+            node.drained,
+            node.cpus,
+            node.cpus_free,
+            node.gpus,
+            node.gpus_free,
+            ", ".join(node.workers),
+        )
         for node in answer.nodes
     ]
     return [("", columns, rows)]

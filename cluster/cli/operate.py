@@ -159,6 +159,31 @@ async def targets(client: Client, names: Sequence[str]) -> tuple[list[str], list
     return [name for name in names if name in workers], [name for name in names if name not in workers]
 
 
+async def leave(client: Client, wait_s: float, going: Sequence[pb.FleetWorker]) -> pb.FleetView:
+    """Waits until these lives of workers have ended, whatever follows. Raises DeadlineExceeded (`wait_timeout`)."""
+    from cluster.cli import render
+    from genlock.v1 import operator_pb2 as pb
+
+    lives = {(worker.worker_id, worker.incarnation) for worker in going if worker.phase != "STOPPED"}
+    deadline = asyncio.get_running_loop().time() + wait_s
+    with render.stderr().status("Draining…") as spinner:
+        while True:
+            fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
+            left = [
+                worker.worker_id for worker in fleet.workers
+                if (worker.worker_id, worker.incarnation) in lives and worker.phase != "STOPPED"
+            ]  # fmt: skip
+            if not left:
+                return fleet
+            spinner.update(f"Draining: {', '.join(left)}")
+            if asyncio.get_running_loop().time() >= deadline:
+                raise DeadlineExceeded(
+                    "wait_timeout",
+                    f"not done after {wait_s:g} s: {', '.join(left)}; it goes on, look with `genlock get workers`",
+                )
+            await asyncio.sleep(POLL_S)
+
+
 async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), what: str = "The fleet") -> pb.FleetView:
     """Waits until the fleet is as wanted and `gone` are not there any more, with progress on stderr. Raises
     DeadlineExceeded (`wait_timeout`)."""

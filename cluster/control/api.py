@@ -74,6 +74,9 @@ class NodeRow:
     gpus: float
     gpus_free: float
     workers: tuple[str, ...]
+    node_id: str = ""
+    # No worker is placed there until it leaves or is uncordoned.
+    drained: bool = False
 
 
 class FleetControl(Protocol):

@@ -179,6 +179,11 @@ class Controller:
         return row
 
     @property
+    def closed(self) -> frozenset[str]:
+        """Ids of the nodes that were drained."""
+        return frozenset(self.state.desired.closed.values())
+
+    @property
     def room_error(self) -> str:
         """Why the nodes could not be made to fit; empty: they could, or are not this controller's."""
         return self.keeper.error if self.keeper is not None else ""
@@ -186,7 +191,7 @@ class Controller:
     async def check_room(self, counts: dict[Role, int]) -> None:
         """Raises NoCapacity where so many workers can have no place, nor nodes be made for them."""
         try:
-            await self.hands.check_room(counts)
+            await self.hands.check_room(counts, self.closed)
         except NoCapacity:
             if self.keeper is None:
                 raise
@@ -410,7 +415,7 @@ class Controller:
         limit_ms = self.state.policy.start_ms + START_MARGIN_MS
         try:
             async with asyncio.timeout(limit_ms / 1000):
-                place = await self.hands.start(action.worker_id, action.role, lost)
+                place = await self.hands.start(action.worker_id, action.role, lost, action.avoid)
         except TimeoutError:
             self.hear(StartFailed(action.worker_id, action.life, f"no answer within {limit_ms} ms"))
         except GenlockError as error:
@@ -418,7 +423,7 @@ class Controller:
             why = filter(None, (error.message, self.room_error if isinstance(error, NoCapacity) else ""))
             self.hear(StartFailed(action.worker_id, action.life, "; ".join(why)))
         else:
-            self.hear(Started(action.worker_id, action.life, place.endpoint, place.node))
+            self.hear(Started(action.worker_id, action.life, place.endpoint, place.node, place.node_id))
 
     async def _drain(self, action: Drain) -> None:
         """Until the worker has heard it, at most until the drain's deadline."""

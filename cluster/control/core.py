@@ -117,6 +117,7 @@ class _Turn:
         self.policy = state.policy
         self.now_ms = now_ms
         self.lives = state.lives
+        self.closed = frozenset(state.desired.closed.values()) - {""}
         self.rows: dict[str, Row] = dict(state.rows)
         self.actions: list[Action] = []
 
@@ -135,7 +136,7 @@ class _Turn:
         if seen.life != row.life or not row.alive:
             return  # news of an earlier life
         if isinstance(seen, Started):
-            self.rows[row.worker_id] = replace(row, endpoint=seen.endpoint, node=seen.node or row.node)
+            self._started(row, seen)
         elif isinstance(seen, StartFailed):
             self._bad_end(row, seen.reason)
         elif isinstance(seen, Told):
@@ -152,12 +153,19 @@ class _Turn:
         life = self._next_life()
         fresh = Row(
             seen.worker_id, seen.role, Phase.STOPPED, "", self.now_ms, life=life, endpoint=seen.endpoint,
-            incarnation=seen.incarnation, node=seen.node, restarts=0 if row is None else row.restarts,
+            incarnation=seen.incarnation, node=seen.node, node_id=seen.node_id,
+            restarts=0 if row is None else row.restarts,
         )  # fmt: skip
         if seen.draining:
             self._begin_drain(fresh, "was draining when it was found")
         else:
             self._to(fresh, Phase.STARTING, "found alive", deadline_ms=self.now_ms + self.policy.start_ms)
+
+    def _started(self, row: Row, seen: Started) -> None:
+        row = replace(row, endpoint=seen.endpoint, node=seen.node, node_id=seen.node_id)
+        # Its node was drained while it came up there.
+        late = row.step is Step.NONE and row.node_id in self.closed
+        self.rows[row.worker_id] = replace(row, asked=row.asked or f"node {row.node} is drained") if late else row
 
     def _told(self, row: Row, seen: Told) -> None:
         if row.incarnation and seen.incarnation != row.incarnation:
@@ -280,13 +288,13 @@ class _Turn:
             return
         life = self._next_life()
         self._to(
-            replace(row, life=life, incarnation=0, endpoint="", step=Step.NONE, ready_ms=0, idle=False, told_ms=0,
-                    asked="", proves=False, tried=MappingProxyType({}),
+            replace(row, life=life, incarnation=0, endpoint="", node="", node_id="", step=Step.NONE, ready_ms=0,
+                    idle=False, told_ms=0, asked="", proves=False, tried=MappingProxyType({}),
                     drain_ms=0, load=0, late_answers=0, owed=MappingProxyType({}),
                     restarts=row.restarts + (row.life > 0)),
             Phase.STARTING, "", deadline_ms=self.now_ms + self.policy.start_ms,
         )  # fmt: skip
-        self.actions.append(Start(row.worker_id, row.role, life))
+        self.actions.append(Start(row.worker_id, row.role, life, self.closed))
 
     def _advance_starting(self, row: Row) -> None:
         if row.step is Step.NONE and _is_to_go(row) and (not row.endpoint or self._may_drain(row)):

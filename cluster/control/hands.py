@@ -21,13 +21,15 @@ class Place:
 
     endpoint: str
     node: str = ""
+    node_id: str = ""
 
 
 class Hands(Protocol):
     """Starts and ends workers. Every call ends in bounded time."""
 
-    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
-        """Raises a GenlockError; nothing of the worker is left then, nor when the call is cancelled."""
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost, avoid: frozenset[str] = frozenset()) -> Place:
+        """On a node whose id is none of `avoid`. Raises a GenlockError; nothing of the worker is left then, nor when
+        the call is cancelled."""
         ...
 
     async def stop(self, worker_id: str) -> None:
@@ -42,8 +44,9 @@ class Hands(Protocol):
         """Live workers of this cluster that an earlier controller started; from here on they are owned."""
         ...
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
-        """Raises NoCapacity (`no_place`) naming demand and supply where so many in all could never have a place."""
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
+        """Raises NoCapacity (`no_place`) naming demand and supply where so many in all could never have a place on
+        nodes whose id is none of `avoid`."""
         ...
 
     async def nodes(self) -> Sequence[NodeRow]: ...

@@ -25,6 +25,10 @@ from wire.errors import surprise
 
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
+# Drained nodes that are remembered.
+MAX_CLOSED = 256
+# How long the launcher may take to say which nodes there are.
+NODES_S = 3.0
 AUTOSCALER = "autoscaler"
 
 
@@ -70,7 +74,8 @@ class Operations(FleetControl):
         return await self._decisions.last(limit)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        return tuple(await self._controller.hands.nodes())
+        closed = self._controller.closed
+        return tuple(replace(row, drained=row.node_id in closed) for row in await self._controller.hands.nodes())
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         return await self._controller.registry.events(after, limit)
@@ -107,11 +112,15 @@ class Operations(FleetControl):
         async with self._lock:
             if await self._repeated(change):
                 return self._view(repeated=True)
-            names = {row.worker_id for row in self._chosen(workers, nodes)}
+            names = {row.worker_id for row in await self._chosen(workers, nodes)}
             if not change.dry_run:
 
                 def wanted(before: Desired) -> Desired:
-                    return replace(before, cordoned=before.cordoned | names if on else before.cordoned - names)
+                    return replace(
+                        before,
+                        cordoned=before.cordoned | names if on else before.cordoned - names,
+                        closed=before.closed if on else opened(before.closed, nodes),
+                    )
 
                 await self._controller.change(wanted, change)
                 for worker_id in sorted(names):
@@ -134,11 +143,14 @@ class Operations(FleetControl):
         async with self._lock:
             if await self._repeated(change):
                 return self._view(repeated=True)
-            rows = self._chosen(workers, nodes)
+            rows = await self._chosen(workers, nodes)
             if not force:
                 self._require_others(rows)
             if not change.dry_run:
-                await self._drain(rows, change, deadline_ms, leaving=not replace)
+                ids = {
+                    row.node: row.node_id for row in sorted(rows, key=lambda r: r.alive) if row.node in nodes
+                } | await self._empty(nodes)
+                await self._drain(rows, ids, change, deadline_ms, leaving=not replace)
                 await self._remember(change)
             return self._view()
 
@@ -211,7 +223,10 @@ class Operations(FleetControl):
             raise Refused("no_autoscaler", "this controller has no autoscaler", field="policy")
         return text
 
-    async def _drain(self, rows: Sequence[Row], change: Change, deadline_ms: int, *, leaving: bool) -> None:
+    async def _drain(
+        self, rows: Sequence[Row], nodes: Mapping[str, str], change: Change, deadline_ms: int, *, leaving: bool
+    ) -> None:
+        """`nodes`: those that take no worker from now on, with their ids."""
         counted = [row for row in rows if not row.leaving] if leaving else []
         asked = {row.worker_id: row.incarnation for row in rows if row.alive and row.incarnation}
 
@@ -222,6 +237,7 @@ class Operations(FleetControl):
                 prefill=max(0, before.prefill - fewer[Role.PREFILL]),
                 decode=max(0, before.decode - fewer[Role.DECODE]),
                 restarts=MappingProxyType({**_present(before.restarts, self._controller.state), **asked}),
+                closed=closed_with(before.closed, nodes),
             )
 
         await self._controller.change(wanted, change)
@@ -229,6 +245,20 @@ class Operations(FleetControl):
         for row in rows:
             self._controller.hear(DrainAsked(row.worker_id, leaving, f"{kind} asked for", deadline_ms))
             self._controller.record(kind, row.worker_id, f"asked for by {change.actor}", change)
+        for node in (name for name, node_id in nodes.items() if node_id):
+            self._controller.record("drain", "fleet", f"node {node} takes no worker until it is uncordoned", change)
+
+    async def _empty(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Those of the named nodes that are there and hold no worker, with their ids."""
+        held = {row.node for row in self._controller.state.rows.values()}
+        if held.issuperset(nodes):
+            return {}  # and the launcher, which may be slow or away, need not be asked
+        try:
+            async with asyncio.timeout(NODES_S):
+                listed = await self._controller.hands.nodes()
+        except TimeoutError:
+            return {}
+        return {row.node: row.node_id for row in listed if row.alive and row.node in nodes and row.node not in held}
 
     def _plan(self, after: Desired) -> tuple[tuple[str, ...], dict[Role, int]]:
         """Who goes, decode first, and how many come."""
@@ -242,16 +272,19 @@ class Operations(FleetControl):
             added[role] = max(0, count - len(staying))
         return tuple(removed), added
 
-    def _chosen(self, workers: Sequence[str], nodes: Sequence[str]) -> list[Row]:
-        """Raises NotFound, and InvalidInput where nothing is named."""
+    async def _chosen(self, workers: Sequence[str], nodes: Sequence[str]) -> list[Row]:
+        """Raises NotFound, and InvalidInput where nothing is named. A node without workers adds none."""
         if not workers and not nodes:
             raise InvalidInput("nothing_named", "name at least one worker or node", field="workers")
         rows = {worker_id: self._controller.row(worker_id) for worker_id in workers}
+        empty = await self._empty(nodes)
         for node in nodes:
             there = [row for row in self._controller.state.rows.values() if row.node == node]
-            if not there:
+            if not there and node not in empty.keys() | self._controller.state.desired.closed.keys():
                 known = ", ".join(sorted({row.node for row in self._controller.state.rows.values() if row.node}))
-                raise NotFound("unknown_node", f"no worker is on node {node[:64]!r}; known: {known}", field="nodes")
+                raise NotFound(
+                    "unknown_node", f"no node {node[:64]!r}; those with workers: {known or 'none'}", field="nodes"
+                )
             rows.update({row.worker_id: row for row in there})
         return list(rows.values())
 
@@ -380,6 +413,17 @@ def _check_current(before: Desired, current: tuple[int | None, int | None]) -> N
         if seen is not None and seen != count:
             role = name.removeprefix("current_")
             raise Conflict("counts_moved", f"{count} {role} workers are wanted now, not {seen}", field=name)
+
+
+def closed_with(before: Mapping[str, str], nodes: Mapping[str, str]) -> Mapping[str, str]:
+    """Nodes that were drained before, and these. What is gone by now is not looked for: the last ones are kept."""
+    known = {name: node_id for name, node_id in nodes.items() if node_id}
+    kept = {name: node_id for name, node_id in before.items() if name not in known} | known
+    return MappingProxyType(dict(list(kept.items())[-MAX_CLOSED:]))
+
+
+def opened(before: Mapping[str, str], nodes: Sequence[str]) -> Mapping[str, str]:
+    return MappingProxyType({name: node_id for name, node_id in before.items() if name not in nodes})
 
 
 def _present(restarts: Mapping[str, int], state: State) -> dict[str, int]:

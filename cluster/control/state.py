@@ -72,6 +72,8 @@ class Row:
     endpoint: str = ""
     incarnation: int = 0
     node: str = ""
+    # Of its node, where a node that comes back has another one; "" where there is no such thing.
+    node_id: str = ""
     step: Step = Step.NONE
     deadline_ms: int = 0
     # Not wanted any more: the row goes with its process. Else the same name starts again.
@@ -132,6 +134,7 @@ class Found:
     incarnation: int = 0
     node: str = ""
     draining: bool = False
+    node_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Started:
     life: int
     endpoint: str
     node: str = ""
+    node_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -206,9 +210,12 @@ Observation = Found | Started | StartFailed | Told | Silent | Ended | DrainAsked
 
 @dataclass(frozen=True)
 class Start:
+    """`avoid`: ids of nodes that it must not be placed on."""
+
     worker_id: str
     role: Role
     life: int
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

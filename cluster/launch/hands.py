@@ -20,11 +20,11 @@ from cluster.tls import dialer_of
 from wire.clocks import now_ms, unix_ms
 
 
-def spec_of(config: Config, role: Role, worker_id: str) -> WorkerSpec:
+def spec_of(config: Config, role: Role, worker_id: str, avoid: frozenset[str] = frozenset()) -> WorkerSpec:
     """`config` carries the cluster secret. `{role}` in the workers' resources and labels becomes this worker's role."""
     own = {name: getattr(config.workers, name).replace("{role}", role.value) for name in ("resources", "labels")}
     config = replace(config, workers=replace(config.workers, **own))
-    return WorkerSpec(role, worker_id, config, host=config.workers.host)
+    return WorkerSpec(role, worker_id, config, host=config.workers.host, avoid=avoid)
 
 
 class LauncherHands:
@@ -35,9 +35,10 @@ class LauncherHands:
         self._launcher = launcher
         self._also_lost = also_lost
 
-    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
-        endpoint = await self._launcher.start(spec_of(self._config, role, worker_id), self._both(on_lost))
-        return Place(endpoint, await self._launcher.node_of(worker_id))
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost, avoid: frozenset[str] = frozenset()) -> Place:
+        spec = spec_of(self._config, role, worker_id, avoid)
+        endpoint = await self._launcher.start(spec, self._both(on_lost))
+        return Place(endpoint, *await self._launcher.node_of(worker_id))
 
     async def stop(self, worker_id: str) -> None:
         await self._launcher.stop(worker_id, 0)
@@ -47,13 +48,13 @@ class LauncherHands:
 
     async def adopt(self, on_lost: OnLost) -> Sequence[Found]:
         return [
-            Found(one.worker_id, one.role, one.endpoint, node=one.node)
+            Found(one.worker_id, one.role, one.endpoint, node=one.node, node_id=one.node_id)
             for one in await self._launcher.adopt(self._both(on_lost))
         ]
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
         specs = [
-            spec_of(self._config, role, f"{role.value}-{index}") for role, count in counts.items()
+            spec_of(self._config, role, f"{role.value}-{index}", avoid) for role, count in counts.items()
             for index in range(count)
         ]  # fmt: skip
         # Workers that may go to the same nodes are counted together.
@@ -65,7 +66,9 @@ class LauncherHands:
 
     async def nodes(self) -> Sequence[NodeRow]:
         return [
-            NodeRow(node.node, node.alive, node.cpus, node.cpus_free, node.gpus, node.gpus_free, node.workers)
+            NodeRow(
+                node.node, node.alive, node.cpus, node.cpus_free, node.gpus, node.gpus_free, node.workers, node.node_id
+            )
             for node in await self._launcher.nodes()
         ]
 

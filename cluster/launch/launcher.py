@@ -29,6 +29,7 @@ class Adopted:
     role: Role
     endpoint: str
     node: str = ""
+    node_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class NodeFacts:
     gpus: float
     gpus_free: float
     workers: tuple[str, ...]
+    node_id: str = ""
 
 
 class Launcher(Protocol):
@@ -71,8 +73,8 @@ class Launcher(Protocol):
         place."""
         ...
 
-    async def node_of(self, worker_id: str) -> str:
-        """The node that a started worker is on; "" where that is not known."""
+    async def node_of(self, worker_id: str) -> tuple[str, str]:
+        """Name and id of the node that a started worker is on; "" where that is not known."""
         ...
 
     async def nodes(self) -> list[NodeFacts]: ...
@@ -116,8 +118,9 @@ class InProcessLauncher:
     async def check_room(self, specs: list[WorkerSpec]) -> None:
         return None
 
-    async def node_of(self, worker_id: str) -> str:
-        return socket.gethostname()
+    async def node_of(self, worker_id: str) -> tuple[str, str]:
+        # No id: there is no other node that a worker could be placed on.
+        return socket.gethostname(), ""
 
     async def nodes(self) -> list[NodeFacts]:
         cpus = float(len(os.sched_getaffinity(0)))

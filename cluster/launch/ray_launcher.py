@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from cluster.launch.launcher import Adopted, NodeFacts, OnLost, ignore_loss, start_timeout, unknown_worker
 from cluster.launch.logs import start_logging
-from cluster.launch.ray_place import Supply, demand_of, labels_of, no_place, places, supplies
+from cluster.launch.ray_place import Supply, demand_of, labels_of, no_place, places, selector_of, supplies
 from cluster.launch.ray_session import RaySession, cause, first_line
 from cluster.launch.spec import WorkerBuilder, WorkerSpec
 from cluster.roles import Role
@@ -166,16 +166,18 @@ class RayLauncher:
         nodes = await self._call(self._nodes)
         spec = specs[0]
         demand, labels = self._bundle(spec), labels_of(spec.config.workers)
-        room = places(demand, labels, nodes)
+        room = places(demand, labels, [supply for supply in nodes if supply.node_id not in spec.avoid])
         if room < len(specs):
             free = await self._call(self._ray.available_resources)
             why = f"{len(specs)} such workers are wanted in all, {room} have a place."
-            raise no_place(spec.worker_id, demand, labels, nodes, free, why)
+            raise no_place(spec.worker_id, demand, labels, nodes, free, why, spec.avoid)
 
-    async def node_of(self, worker_id: str) -> str:
+    async def node_of(self, worker_id: str) -> tuple[str, str]:
         node_id = self._get(worker_id).node_id
         nodes = await self._call(self._nodes)
-        return next((supply.node for supply in nodes if supply.node_id == node_id), node_id[:12])
+        return next((supply.node for supply in nodes if supply.node_id == node_id), node_id[:12]), self._told_id(
+            node_id
+        )
 
     async def nodes(self) -> list[NodeFacts]:
         nodes, free = await self._call(lambda: (self._nodes(), self._free_by_node()))
@@ -189,6 +191,7 @@ class RayLauncher:
                 supply.node, supply.alive, supply.total.get("CPU", 0.0), left(supply, "CPU"),
                 supply.total.get("GPU", 0.0), left(supply, "GPU"),
                 tuple(sorted(name for name, node_id in workers.items() if node_id == supply.node_id)),
+                self._told_id(supply.node_id),
             )
             for supply in nodes
         ]  # fmt: skip
@@ -266,8 +269,7 @@ class RayLauncher:
                 return None
         self._started[name] = started
         self._begin_watch(name, started, on_lost)
-        node = await self.node_of(name)
-        return Adopted(name, Role(name.split("-")[0]), endpoint, node)
+        return Adopted(name, Role(name.split("-")[0]), endpoint, *await self.node_of(name))
 
     def _begin_watch(self, worker_id: str, started: _Started, on_lost: OnLost) -> None:
         started.watch = asyncio.create_task(self._watch(worker_id, started, on_lost), name=f"watch {worker_id}")
@@ -293,6 +295,10 @@ class RayLauncher:
         if started.watch is not None:
             started.watch.cancel()
 
+    def _told_id(self, node_id: str) -> str:
+        """A Ray of our own has one node: a worker that may not go there could go nowhere."""
+        return "" if self._session.local else node_id
+
     def _get(self, worker_id: str) -> _Started:
         try:
             return self._started[worker_id]
@@ -314,13 +320,13 @@ class RayLauncher:
 
     def _make_group(self, spec: WorkerSpec) -> Any:
         groups = importlib.import_module("ray.util.placement_group")
-        labels = labels_of(spec.config.workers)
+        selector = selector_of(labels_of(spec.config.workers), spec.avoid, self._nodes() if spec.avoid else ())
         return groups.placement_group(
             [self._bundle(spec)],
             strategy="STRICT_PACK",
             name=self._group_name(spec.worker_id),
             lifetime=None if self._session.local else "detached",
-            bundle_label_selector=[labels] if labels else None,
+            bundle_label_selector=[selector] if selector else None,
         )
 
     def _make_actor(self, spec: WorkerSpec, group: Any) -> Any:
@@ -345,7 +351,7 @@ class RayLauncher:
         why = f"Waited {self._place_s:g} s: free some, or lower what a worker needs."
         return no_place(
             spec.worker_id, self._bundle(spec), labels_of(spec.config.workers), self._nodes(),
-            self._ray.available_resources(), why,
+            self._ray.available_resources(), why, spec.avoid,
         )  # fmt: skip
 
     def _nodes(self) -> tuple[Supply, ...]:

@@ -11,6 +11,8 @@ from cluster.settings import WorkersConfig
 from kvstore.errors import NoCapacity
 
 SLACK = 1e-6
+# Ray gives it to every node.
+NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ def demand_of(workers: WorkersConfig) -> dict[str, float]:
 
 def labels_of(workers: WorkersConfig) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in filter(None, workers.labels.split(",")))
+
+
+def selector_of(labels: Mapping[str, str], avoid: Iterable[str], nodes: Iterable[Supply]) -> dict[str, str]:
+    """Ray's label selector of a worker: the labels that it asks for, and not a node that it must avoid. Nodes that are
+    gone need not be avoided. A node that the settings name by its id stays the one."""
+    going = sorted(frozenset(avoid) & {supply.node_id for supply in nodes if supply.alive})
+    return ({NODE_LABEL: f"!in({','.join(going)})"} if going else {}) | dict(labels)
 
 
 def supplies(nodes: Iterable[Mapping[str, Any]]) -> tuple[Supply, ...]:
@@ -76,12 +85,13 @@ def places(demand: Mapping[str, float], labels: Mapping[str, str], nodes: Iterab
 
 def no_place(
     worker_id: str, demand: Mapping[str, float], labels: Mapping[str, str], nodes: Iterable[Supply],
-    free: Mapping[str, float], why: str,
+    free: Mapping[str, float], why: str, avoid: frozenset[str] = frozenset(),
 ) -> NoCapacity:  # fmt: skip
     """Names what is demanded, what each node has in all, and what is free of it."""
     wanted = _words(demand) + ("".join(f", {key}={value}" for key, value in sorted(labels.items())) if labels else "")
     have = "; ".join(
         f"{supply.node} has {_words({key: supply.total.get(key, 0.0) for key in demand})}"
+        + (" but was drained (`genlock uncordon` opens it)" if supply.node_id in avoid else "")
         for supply in nodes if supply.alive
     )  # fmt: skip
     spare = _words({key: free.get(key, 0.0) for key in demand})

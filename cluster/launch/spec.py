@@ -12,13 +12,15 @@ from cluster.settings import Config
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker to start; picklable. `config` carries the cluster secret. `port` 0: any free one."""
+    """One worker to start; picklable. `config` carries the cluster secret. `port` 0: any free one. `avoid`:
+    ids of nodes that it must not be placed on."""
 
     role: Role
     worker_id: str
     config: Config
     host: str = "127.0.0.1"
     port: int = 0
+    avoid: frozenset[str] = frozenset()
 
 
 class Worker(Protocol):

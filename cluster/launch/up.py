@@ -141,8 +141,9 @@ class Cluster:
         controller = make_controller(self.config, registry, LauncherHands(self.config, self.launcher, self._lost))
         controller.on_change = self._follow
         found = [
-            Found(spec.worker_id, spec.role, endpoint, node=await self.launcher.node_of(spec.worker_id))
+            Found(spec.worker_id, spec.role, endpoint, node=node, node_id=node_id)
             for spec, endpoint in zip(specs, endpoints, strict=True)
+            for node, node_id in [await self.launcher.node_of(spec.worker_id)]
         ]
         self._controller = controller
         await controller.start(found)

@@ -36,6 +36,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "ray-auth": rules_pods.ray_auth,
         "head-is-empty": rules_pods.head_is_empty,
         "drain-before-stop": rules_pods.drain_before_stop,
+        "drain-reaches": rules_access.drain_reaches,
         "probes-hit-ports": rules_pods.probes_hit_ports,
         "shared-memory": rules_pods.shared_memory,
         "whole-devices": rules_pods.whole_devices,

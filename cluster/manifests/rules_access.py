@@ -10,12 +10,14 @@ from typing import Any
 import yaml
 
 from cluster.manifests.rules_settings import SETTINGS_KEY, configs
-from cluster.manifests.view import Document, Pod, env, get, items, name_of, of_kind, pods, selects
+from cluster.manifests.view import Document, Pod, env, get, items, name_of, of_kind, plain_env, pods, selects
 from cluster.settings import Config
 
 _SECRET_NAME = re.compile(r"(SECRET|PASSWORD|TOKEN|_KEY)$")
 # Ports that a port range may span toward workers: more would reach ports of transfer engines.
 MAX_SPAN = 1000
+
+_CERTIFICATES = frozenset({"GENLOCK_TLS_CERT_FILE", "GENLOCK_TLS_API_CERT_FILE"})
 
 Found = Iterator[tuple[str, str]]
 
@@ -73,6 +75,40 @@ def budgets_count(documents: Sequence[Document]) -> Found:
         least = spec.get("minAvailable")
         if any(pod.kind == "RayCluster" for pod in chosen) and (type(least) is not int or "maxUnavailable" in spec):
             yield name_of(budget), "for pods of a RayCluster a budget must be a number in minAvailable"
+
+
+def drain_reaches(documents: Sequence[Document]) -> Found:
+    """The drain in preStop is a call of the gateway by its Service's name: with TLS it must know whom to trust, with
+    tenants it must show a token. Without, it is refused within a moment, and the pod ends with its requests."""
+    loaded = [config for _where, config in configs(documents)]
+    front = _gateway_variables(documents)
+    tls = any(config.tls.cert_file or config.tls.api_cert_file for config in loaded) or bool(front & _CERTIFICATES)
+    tenants = any(config.api.tenants_file for config in loaded) or "GENLOCK_API_TENANTS_FILE" in front
+    services = {get(service, "metadata", "name") for service in of_kind(documents, "Service")}
+    for pod, container in _drainers(documents):
+        given = {str(entry.get("name")): entry for entry in env(container)}
+        host = str(get(given.get("GENLOCK_ENDPOINT"), "value", default="")).rpartition(":")[0]
+        if host.split(".")[0] not in services:
+            yield pod.where, "GENLOCK_ENDPOINT must name the gateway's Service: the drain in preStop calls it"
+        ca = str(get(given.get("GENLOCK_CA"), "value", default=""))
+        mounts = [str(mount.get("mountPath")) for mount in items(container, "volumeMounts")]
+        if tls and not any(ca.startswith(f"{mount}/") for mount in mounts):
+            yield pod.where, "the gateway speaks TLS: GENLOCK_CA must name its CA in a volume, else no drain is done"
+        if tenants and "GENLOCK_TOKEN" not in given:
+            yield pod.where, "there are tenants: the drain in preStop needs an operator's GENLOCK_TOKEN"
+
+
+def _gateway_variables(documents: Sequence[Document]) -> set[str]:
+    gateways = [pod for pod in pods(documents) if pod.labels.get("app.kubernetes.io/component") == "gateway"]
+    return {name for pod in gateways for name, value in plain_env(pod).items() if value}
+
+
+def _drainers(documents: Sequence[Document]) -> Iterator[tuple[Pod, Document]]:
+    for pod in pods(documents):
+        for container in pod.containers:
+            command = get(container, "lifecycle", "preStop", "exec", "command", default=())
+            if "genlock drain" in " ".join(map(str, command)):
+                yield pod, container
 
 
 def transfer_fenced(documents: Sequence[Document]) -> Found:

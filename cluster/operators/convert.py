@@ -128,5 +128,6 @@ def node_message(row: NodeRow) -> pb.Node:
         cpus_free=row.cpus_free,
         gpus=row.gpus,
         gpus_free=row.gpus_free,
+        drained=row.drained,
         workers=row.workers,
     )

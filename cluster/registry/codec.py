@@ -152,6 +152,12 @@ def _counts(raw: object) -> Mapping[str, int]:
     return MappingProxyType({key: _count(value) for key, value in raw.items()})
 
 
+def _texts(raw: object) -> Mapping[str, str]:
+    if not isinstance(raw, dict):
+        raise TypeError
+    return MappingProxyType({key: _text(value) for key, value in raw.items()})
+
+
 def _digits(raw: object) -> int:
     text = _text(raw)
     if len(text) > 20:
@@ -180,6 +186,7 @@ _DESIRED: Mapping[str, Reader] = MappingProxyType(
         "controller_endpoint": _text,
         "autoscale_paused": _flag,
         "restarts": _counts,
+        "closed": _texts,
     }
 )
 _EVENT: Mapping[str, Reader] = MappingProxyType(

@@ -69,6 +69,9 @@ class Desired:
     # How often the controller found a store that had lost this and wrote it again, and when it did so last (0: never).
     refills: int = 0
     refilled_ms: int = 0
+    # Nodes that were drained: no worker is placed there. Ray's id by name: a node that comes back has another id, and
+    # takes workers again.
+    closed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)

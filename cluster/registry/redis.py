@@ -80,6 +80,11 @@ class RedisRegistry(Registry):
         except (RedisError, OSError, TimeoutError):
             return  # it is gone already
 
+    async def server_time_ms(self) -> float:
+        """The server's wall clock, milliseconds since 1970."""
+        seconds, microseconds = await self._call(self._redis.time)
+        return float(seconds) * 1000 + float(microseconds) / 1000
+
     async def put_worker(self, record: WorkerRecord, ttl_ms: int) -> None:
         check_worker(record)
         check_ttl(ttl_ms)

@@ -433,12 +433,15 @@ class Node(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     GPUS_FREE_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     alive: _builtins.bool
     cpus: _builtins.float
     cpus_free: _builtins.float
     gpus: _builtins.float
     gpus_free: _builtins.float
+    drained: _builtins.bool
+    """No worker is placed there until it leaves or is uncordoned."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -451,10 +454,11 @@ class Node(_message.Message):
         gpus: _builtins.float = ...,
         gpus_free: _builtins.float = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cpus", b"cpus", "cpus_free", b"cpus_free", "gpus", b"gpus", "gpus_free", b"gpus_free", "node", b"node", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cpus", b"cpus", "cpus_free", b"cpus_free", "drained", b"drained", "gpus", b"gpus", "gpus_free", b"gpus_free", "node", b"node", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,7 @@ from kvstore.transfer.common import (
     runs_of,
     tags_of,
 )
+from kvstore.transfer.devices import addresses_of, devices_here, fabric_here, ucx_devices
 from kvstore.transfer.nixl_address import NONCE_BYTES, NixlAddress, metadata_sum, parse_address
 from kvstore.transfer.nixl_agent import TRANSPORTS, Agent, ReadState, Rows, missing
 
@@ -175,8 +176,17 @@ class NixlTransfer(PolledTransfer[Batch]):
             self._sum(batch)
 
 
+def devices_for(host: str, transport: str = "auto") -> str:
+    """What UCX may listen on for a worker at `host`; "" for all."""
+    if not host:
+        return ""
+    return ucx_devices(addresses_of(host), devices_here(), fabric_here() if transport == "auto" else ())
+
+
 class NixlEngine(PoolEngine[_Source]):
-    """`transport` auto or tcp (nixl_agent.py). Raises Unavailable (library_missing, library_failed)."""
+    """`transport` auto or tcp (nixl_agent.py). `host`: the address whose network device it keeps to; empty, or one that
+    is no device's, as 0.0.0.0: all. An operator's UCX_NET_DEVICES goes before. Raises Unavailable (library_missing,
+    library_failed)."""
 
     name = "nixl"
 
@@ -186,6 +196,7 @@ class NixlEngine(PoolEngine[_Source]):
         digester: PageDigester | None = None,
         clock_ms: ClockMs = monotonic_ms,
         connect_timeout_ms: int = CONNECT_TIMEOUT_MS,
+        host: str = "",
     ) -> None:
         super().__init__(connect_timeout_ms)
         if transport not in TRANSPORTS:
@@ -195,7 +206,7 @@ class NixlEngine(PoolEngine[_Source]):
         self.digester = digester
         self.clock_ms = clock_ms
         self._nonce = os.urandom(NONCE_BYTES)
-        self._agent = Agent(f"genlock-{self._nonce.hex()}", transport)
+        self._agent = Agent(f"genlock-{self._nonce.hex()}", transport, devices_for(host, transport))
         self._region_U8: U8 | None = None
         self._cells: list[int] = []
         self._remotes: dict[str, _Remote] = {}

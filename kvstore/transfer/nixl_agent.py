@@ -13,6 +13,8 @@ What shapes this file (measured with nixl-cu12 1.5.1):
   released after their end only, or just before the agent is destroyed.
 - A request that ended with REMOTE_DISCONNECT has ended for good: the endpoint is closed, and UCX drops what still
   comes for its requests. So have the other requests of that endpoint. Any other error proves nothing.
+- UCX listens on every network device that it may use, and may use all: which ones is a list, of which `engine_config`
+  takes the first alone, so they too go by the environment.
 - Transports are chosen per agent (`engine_config`), but log levels and modules only by environment variables, which
   the library reads when it is loaded and when the first backend is made. They are set for just that long, and only
   where the operator has not set them. UCX's InfiniBand module is left out where the host has no such device: beside
@@ -42,6 +44,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 TRANSPORTS = ("auto", "tcp")
 PROGRESS_DELAY_US = 10_000
 BACKEND = "UCX"
+DEVICES_VARIABLE = "UCX_NET_DEVICES"
 _INFINIBAND = Path("/sys/class/infiniband")
 # A lock and no state: the environment belongs to the whole process, so two agents must not set it at once.
 _ENVIRONMENT_LOCK = threading.Lock()
@@ -61,9 +64,12 @@ class ReadState(Enum):
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Quiet logs and fitting modules while the library is loaded; failures reach the caller as errors."""
+def _environment(devices: str = "") -> Iterator[None]:
+    """Quiet logs, fitting modules and, where some are given, network devices while the library is loaded and while it
+    makes its backend; failures reach the caller as errors."""
     wanted = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_VFS_ENABLE": "n"}
+    if devices:
+        wanted[DEVICES_VARIABLE] = devices
     if not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
         wanted["UCX_MODULES"] = "^ib"
     with _ENVIRONMENT_LOCK:
@@ -106,11 +112,12 @@ def missing() -> str | None:
 
 class Agent:
     """`transport` auto takes what UCX finds fastest (CMA on one host, RDMA where there is some), tcp only TCP.
+    `devices`: the network devices that it may use and listen on, with commas between; empty: all.
 
     Every method may be called from several threads. Raises Unavailable (library_missing, library_failed).
     """
 
-    def __init__(self, name: str, transport: str = "auto") -> None:
+    def __init__(self, name: str, transport: str = "auto", devices: str = "") -> None:
         try:
             library = load_library()
         except (ImportError, OSError) as error:
@@ -128,7 +135,7 @@ class Agent:
         config.useListenThread, config.captureTelemetry = False, False
         config.syncMode = library.NIXL_THREAD_SYNC_STRICT
         try:
-            with _environment():
+            with _environment(devices):
                 agent = library.nixlAgent(name, config)
                 agent.createBackend(BACKEND, {} if transport == "auto" else {"engine_config": f"TLS={transport}"})
         except self._refusals as error:

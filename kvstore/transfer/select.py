@@ -40,7 +40,8 @@ def make_engine(
     device: str = "",
     nixl_transport: str = "auto",
 ) -> TransferEngine:
-    """Makes a worker's engine. `host`, `protocol` and `device` are for mooncake, `nixl_transport` for nixl.
+    """Makes a worker's engine. `host`, where the worker listens, is for mooncake and nixl, `protocol` and `device` are
+    for mooncake, `nixl_transport` for nixl.
 
     Raises InvalidInput (field transfer.engine) for a name that is unknown, Unavailable when the engine's library
     cannot be loaded or started. The `memory` engine is made where its fabric is.
@@ -56,5 +57,5 @@ def make_engine(
         reason = NixlEngine.available()
         if reason is not None:
             raise Unavailable("library_missing", reason, field=FIELD)
-        return NixlEngine(nixl_transport, digester)
+        return NixlEngine(nixl_transport, digester, host=host)
     raise InvalidInput("unknown_engine", f"transfer.engine {name!r} is unknown; use shm, mooncake or nixl", field=FIELD)

@@ -52,7 +52,7 @@ class PodFleet(FakeFleet):
         self.on: dict[str, str] = {}
         served.busy = lambda: set(self.on.values())
 
-    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost, avoid: frozenset[str] = frozenset()) -> Place:
         deadline = asyncio.get_running_loop().time() + self.place_s
         while not (free := [pod for pod in self.served.of(role.value) if pod not in self.on.values()]):
             if asyncio.get_running_loop().time() > deadline:
@@ -62,7 +62,7 @@ class PodFleet(FakeFleet):
         self.on[worker_id] = free[0]
         return replace(place, node=free[0])
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
         for role, count in counts.items():
             if count > len(self.served.of(role.value)):
                 raise NoCapacity("no_place", f"{count} {role.value} workers")

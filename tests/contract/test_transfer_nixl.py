@@ -5,7 +5,9 @@ import ctypes
 import importlib.util
 import json
 import mmap
+import os
 import random
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.launch.ports import own_address
 from kvstore.errors import InvalidInput, TransferError, Unavailable
 from kvstore.transfer import nixl as nixl_engine
 from kvstore.transfer import nixl_agent
@@ -66,6 +69,56 @@ print("fine")
         pytest.skip("this host has InfiniBand, so its module is loaded")
     done = in_a_process(code)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "fine", "")
+
+
+LISTENERS = """
+import contextlib, os
+from kvstore.transfer.select import make_engine
+
+def listeners():
+    own = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{{name}}"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{{name}}").readlines()[1:]]
+    return {{row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{{row[9]}}]" in own}}
+
+engine = make_engine("nixl", host="{host}", nixl_transport="{transport}")
+engine.allocate(4, 192)
+engine.publish(1, "layout")
+print(*sorted(listeners()))
+engine.close()
+"""
+LOOPBACK = "0100007F"
+
+
+def listens(host: str, transport: str = "auto", **environment: str) -> list[str]:
+    """Addresses, as /proc/net/tcp writes them, at which an engine of that host listens."""
+    done = in_a_process(LISTENERS.format(host=host, transport=transport), **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_it_listens_where_its_worker_does(nixl: Kit, transport: str) -> None:
+    if "UCX_NET_DEVICES" in os.environ:
+        pytest.skip("UCX_NET_DEVICES is set, and decides")
+    assert listens("127.0.0.1", transport) == [LOOPBACK]
+    assert listens("localhost", transport) == [LOOPBACK]
+    assert LOOPBACK in listens("0.0.0.0", transport), "no device has it: everywhere"
+    try:
+        outer = own_address("auto")
+    except InvalidInput:
+        pytest.skip("this host has no address but loopback")
+    assert listens(outer, transport) == [socket.inet_aton(outer)[::-1].hex().upper()]
+
+
+def test_the_operators_devices_go_before(nixl: Kit) -> None:
+    try:
+        outer = own_address("auto")
+    except InvalidInput:
+        pytest.skip("this host has no address but loopback")
+    assert listens(outer, UCX_NET_DEVICES="lo") == [LOOPBACK]
 
 
 def test_what_the_operator_sets_stays(nixl: Kit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import click
@@ -115,11 +116,30 @@ def test_essentials_refuse(what: str, apply: Any) -> None:
         assert support.schema_errors(support.strict(support.crd_schema(path)), cluster), what
 
 
+def test_where_the_crd_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(support.CRD_VARIABLE, raising=False)
+    here, beside, named = (tmp_path / name for name in ("here", "beside", "named"))
+    assert support.crd_path((here, beside)) is None
+    beside.touch()
+    assert support.crd_path((here, beside)) == beside
+    here.touch()
+    assert support.crd_path((here, beside)) == here
+    monkeypatch.setenv(support.CRD_VARIABLE, str(named))
+    assert support.crd_path((here, beside)) is None, "what was named counts alone"
+    named.touch()
+    assert support.crd_path((here, beside)) == named
+    assert [path.parent.relative_to(support.ROOT.parent).as_posix() for path in support.CRD_PLACES] == [
+        f"{support.ROOT.name}/deploy/crds", "shared/crds",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_crd_itself(name: str) -> None:
     path = support.crd_path()
     if path is None:
-        pytest.skip(f"KubeRay's CRD is not here: name it in {support.CRD_VARIABLE} or put it at {support.CRD_FILE}")
+        pytest.skip(
+            f"KubeRay's CRD is not here: name it in {support.CRD_VARIABLE} or put it at one of {support.CRD_PLACES}"
+        )
     need("jsonschema")
     need("cel")
     schema = support.crd_schema(path)
@@ -185,6 +205,11 @@ def test_tls_comes_from_a_secret() -> None:
         entry = container(where["template"])
         assert {"name": "tls", "mountPath": "/etc/genlock/tls", "readOnly": True} in entry["volumeMounts"]
         assert {"name": "GENLOCK_TLS_KEY_FILE", "value": "/etc/genlock/tls/tls.key"} in entry["env"]
+    # The preStop hook's drain calls the gateway over TLS.
+    for role in ("prefill", "decode"):
+        assert {"name": "GENLOCK_CA", "value": "/etc/genlock/tls/ca.crt"} in container(
+            group(documents, role)["template"]
+        )["env"]
     # The kubelet's gRPC probe speaks no TLS.
     gateway = container(one(documents, "Deployment", "genlock-gateway")["spec"]["template"])
     assert all("grpc" not in gateway[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe"))

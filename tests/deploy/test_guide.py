@@ -183,3 +183,14 @@ def test_the_tools_version_is_one() -> None:
     version = re.search(r"helm-python-sdk==([\d.]+)", pinned)
     assert version is not None
     assert f"helm-python-sdk=={version.group(1)}" in GUIDE
+
+
+@pytest.mark.parametrize("name", [name for name in support.SHIPPED if name != support.DEFAULTS])
+def test_values_that_ask_for_gpus_say_that_none_is_used(name: str) -> None:
+    """As README.md does. Who installs them reads the file, the guide or the notes."""
+    path = values_path(name)
+    asks = any(read_values(path).get(role, {}).get("gpus", 0) for role in ("prefill", "decode"))
+    assert ("does not serve on GPUs" in path.read_text()) == asks
+    assert "serving on a GPU is not wired up" in (support.ROOT / "README.md").read_text()
+    assert "**This version does not serve on GPUs.**" in GUIDE.split("## H100 nodes")[1].split("\n## ")[0]
+    assert "this version does not serve on them" in (support.CHART / "templates" / "NOTES.txt").read_text()

@@ -55,6 +55,16 @@ def variable(name: str, value: str) -> Change:
     return lambda documents: worker(documents)["env"].append({"name": name, "value": value})
 
 
+def with_tls(documents: Documents) -> None:
+    gateway(documents)["env"].append({"name": "GENLOCK_TLS_CERT_FILE", "value": "/etc/genlock/tls/tls.crt"})
+
+
+def tls_without_a_mount(documents: Documents) -> None:
+    with_tls(documents)
+    for role in ("prefill", "decode"):
+        container(group(documents, role)["template"])["env"].append({"name": "GENLOCK_CA", "value": "/nowhere/ca.crt"})
+
+
 def port(name: str, number: int) -> Change:
     def change(documents: Documents) -> None:
         for entry in gateway(documents)["ports"]:
@@ -141,6 +151,12 @@ BROKEN: list[tuple[str, str, Change]] = [
     ("drain-before-stop", "no preStop", lambda d: worker(d).pop("lifecycle")),
     ("drain-before-stop", "a drain that nobody waits for", pre_stop('genlock drain "$POD_NAME"')),
     ("drain-before-stop", "a name that nobody expands", pre_stop("genlock drain $(POD_NAME) --wait")),
+    ("drain-reaches", "TLS without a CA", with_tls),
+    ("drain-reaches", "TLS in the settings file", settings("page_tokens: 32", "page_tokens: 32\ntls: {cert_file: a}")),
+    ("drain-reaches", "a CA that nobody mounts", tls_without_a_mount),
+    ("drain-reaches", "tenants without a token", settings('http_host: "0.0.0.0"', 'tenants_file: "/t.yaml"')),
+    ("drain-reaches", "no Service of that name",
+     lambda d: [e.update(value="elsewhere:1") for e in worker(d)["env"] if e["name"] == "GENLOCK_ENDPOINT"]),
     ("probes-hit-ports", "a moved port", port("grpc", 50052)),
     ("probes-hit-ports", "a moved HTTP port", port("http", 8080)),
     ("probes-hit-ports", "no readiness", lambda d: gateway(d).pop("readinessProbe")),

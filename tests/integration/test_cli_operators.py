@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from cluster.cli.main import COMMANDS, CONFLICT, FAILED, OK, REFUSED, TIMED_OUT, UNREACHABLE, USAGE, run
+from cluster.cli.operate import leave
+from genlock.v1 import operator_pb2
+from kvstore.errors import DeadlineExceeded
 from tests.integration.test_cli import fake_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +121,35 @@ def test_cordon_drain_restart(cli: Cli):
     assert code == FAILED
     assert "decode-0" in err, "tells what there is"
     assert cli("describe", "decode-0")[0] == OK
+
+
+def test_drain_of_a_node_waits_until_its_workers_have_left(cli: Cli):
+    """Not for what follows them: that may need a node which comes only when this one has gone."""
+    before = workers(cli)
+    [node] = {worker["node"] for worker in before.values()}
+    code, _out, err = cli("drain", node, "--replace", "--force", "--deadline", "1", "--wait", "--wait-timeout", "30")
+    assert code == OK, err
+    after = workers(cli)
+    assert all(after[name].get("incarnation") != worker["incarnation"] for name, worker in before.items())
+    assert cli("scale", "decode=1", "--wait", "--wait-timeout", "30")[0] == OK
+
+
+async def test_what_replaces_the_workers_of_a_node_is_not_waited_for():
+    row = operator_pb2.FleetWorker
+    draining = [row(worker_id="decode-0", incarnation=7, phase="DRAINING"), row(worker_id="decode-1", incarnation=8)]
+    homeless = [row(worker_id="decode-0", phase="STARTING"), row(worker_id="decode-1", incarnation=8, phase="STOPPED")]
+    views = [operator_pb2.FleetView(workers=rows) for rows in (draining, homeless)]
+
+    class Scripted:
+        async def operate(self, name: str, _request: object) -> operator_pb2.FleetView:
+            assert name == "GetFleet"
+            return views[0] if len(views) == 1 else views.pop(0)
+
+    assert await leave(Scripted(), 30.0, draining) == views[-1]  # type: ignore[arg-type]
+    views[:] = [operator_pb2.FleetView(workers=draining)]
+    with pytest.raises(DeadlineExceeded) as caught:
+        await leave(Scripted(), 0.0, draining)  # type: ignore[arg-type]
+    assert "decode-0, decode-1" in caught.value.message
 
 
 def test_apply_and_diff(cli: Cli, tmp_path: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from cluster.cli import doctor_parts
 from cluster.config import load
 from cluster.gateway.served import ServedModel
 from cluster.launch.front import Front
@@ -129,6 +130,24 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_doctor_asks_a_real_ray_for_its_versions(tmp_path: Path):
+    valkey = Valkey(tmp_path)
+    await valkey.start()
+    nodes = RayNodes(valkey.port)
+    try:
+        await nodes.start_head()
+        for address, result in ((nodes.address, "ok"), ("127.0.0.1:1", "failed")):
+            config = load(flags={"control.ray_address": address}).config
+            [found] = await asyncio.to_thread(lambda config=config: list(doctor_parts.ray(config)))
+            assert found.result == result, found
+    finally:
+        nodes.stop()
+        valkey.kill()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_controller_that_is_killed_comes_back_and_finds_target_and_workers(site: Site):
     scaled = await site.operator.Scale(pb.ScaleRequest(decode=2), timeout=30)
@@ -142,6 +161,35 @@ async def test_a_controller_that_is_killed_comes_back_and_finds_target_and_worke
     assert site.subject.right(site.subject.prompt("controller"), await request)
     [again] = site.nodes.pids(name="ControllerActor")
     assert again != pid
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_what_replaces_the_workers_of_a_drained_node_starts_on_another_one(site: Site):
+    before = await site.settled(1, 1)
+    assert {worker.node for worker in before.workers} == {"node"}
+    drain = pb.DrainWorkersRequest(nodes=["node"], force=True, replace=True)
+    await site.operator.Drain(drain, timeout=30)
+    async with asyncio.timeout(WAIT_S):
+        while set(site.lives(await site.fleet()).values()) & set(site.lives(before).values()):
+            await asyncio.sleep(0.1)
+    await site.nodes.start_node("other")
+    after = await site.settled(1, 1)
+    assert {worker.node for worker in after.workers} == {"other"}, "the drained node has room, and is not taken"
+    # A worker that crashes stays off it as well, until it is uncordoned and the other one drained.
+    pid = site.nodes.pids("other", name="WorkerActor")[0]
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while site.lives(again := await site.fleet()) == site.lives(after) or not again.settled:
+            await asyncio.sleep(0.1)
+    assert {worker.node for worker in again.workers} == {"other"}
+    await site.operator.Uncordon(pb.CordonRequest(nodes=["node"]), timeout=30)
+    await site.operator.Drain(pb.DrainWorkersRequest(nodes=["other"], force=True, replace=True), timeout=30)
+    async with asyncio.timeout(WAIT_S):
+        while {worker.node for worker in (await site.fleet()).workers} != {"node"}:
+            await asyncio.sleep(0.1)
+    await site.settled(1, 1)
 
 
 @pytest.mark.ray

@@ -36,6 +36,8 @@ class FakeFleet:
         self.silent: set[str] = set()
         self.done: list[tuple[str, str]] = []
         self.room = 256
+        # Names and ids; a worker starts on the first that it need not avoid.
+        self.nodes_there = {"node-a": "id-a"}
         self._next = 100
 
     def put(self, worker_id: str) -> worker_pb2.WorkerStatus:
@@ -46,15 +48,18 @@ class FakeFleet:
         self.workers[worker_id] = status
         return status
 
-    async def start(self, worker_id: str, role: Role, on_lost: OnLost) -> Place:
+    async def start(self, worker_id: str, role: Role, on_lost: OnLost, avoid: frozenset[str] = frozenset()) -> Place:
         self.done.append(("start", worker_id))
         if self.refuse:
             raise self.refuse.pop(0)
         if self.hang is not None:
             await self.hang.wait()
+        free = [(node, node_id) for node, node_id in self.nodes_there.items() if node_id not in avoid]
+        if not free:
+            raise NoCapacity("no_place", f"{worker_id} has no node beside those that it must avoid")
         self.put(worker_id)
         self.lost[worker_id] = on_lost
-        return Place(worker_id, "node-a")
+        return Place(worker_id, *free[0])
 
     async def stop(self, worker_id: str) -> None:
         await self._end("stop", worker_id)
@@ -69,12 +74,15 @@ class FakeFleet:
             for name, status in self.workers.items()
         ]
 
-    async def check_room(self, counts: dict[Role, int]) -> None:
-        if sum(counts.values()) > self.room:
+    async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:
+        if sum(counts.values()) > self.room or avoid.issuperset(self.nodes_there.values()):
             raise NoCapacity("no_place", f"{sum(counts.values())} workers, place for {self.room}")
 
     async def nodes(self) -> Sequence[NodeRow]:
-        return [NodeRow("node-a", True, 2.0, 1.0, 0.0, 0.0, tuple(self.workers))]
+        return [
+            NodeRow(node, True, 2.0, 1.0, 0.0, 0.0, tuple(self.workers), node_id)
+            for node, node_id in self.nodes_there.items()
+        ]
 
     async def status(self, endpoint: str, timeout_ms: int) -> worker_pb2.WorkerStatus:
         if endpoint in self.silent or endpoint not in self.workers:

@@ -21,9 +21,12 @@ CHART = ROOT / "deploy" / "helm" / "genlock"
 # The chart as it is, and with each shipped values file.
 DEFAULTS = "defaults"
 SHIPPED = (DEFAULTS, *known_values())
-# KubeRay's RayCluster CRD is larger than this repository may be for one test: give its place, or put it beside.
+# KubeRay's RayCluster CRD is larger than this repository may be for one test: give its place, or put it in
+# deploy/crds or beside the checkout.
 CRD_VARIABLE = "RAYCLUSTER_CRD"
-CRD_FILE = ROOT / "deploy" / "crds" / "ray.io_rayclusters.yaml"
+CRD_NAME = "ray.io_rayclusters.yaml"
+CRD_FILE = ROOT / "deploy" / "crds" / CRD_NAME
+CRD_PLACES = (CRD_FILE, ROOT.parent / "shared" / "crds" / CRD_NAME)
 ESSENTIALS = ROOT / "tests" / "deploy" / "raycluster-essentials.yaml"
 KUBERNETES = ("1.29", "1.37")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -63,10 +66,9 @@ def container(pod_template: Document) -> Document:
     return pod_template["spec"]["containers"][0]
 
 
-def crd_path() -> Path | None:
+def crd_path(places: tuple[Path, ...] = CRD_PLACES) -> Path | None:
     given = os.environ.get(CRD_VARIABLE)
-    path = Path(given) if given else CRD_FILE
-    return path if path.is_file() else None
+    return next((path for path in ((Path(given),) if given else places) if path.is_file()), None)
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""A Ray cluster of real processes on this host: a head whose state is in Redis, and one node for workers. Everything
+"""A Ray cluster of real processes on this host: a head whose state is in Redis, and nodes for workers. Everything
 that belongs to it carries a mark in its environment, so that a test ends its own processes and nobody else's."""
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class RayNodes:
         (self.folder / "ray_current_cluster").unlink(missing_ok=True)
         await self._start("head", "--head", f"--port={self.port}", "--num-cpus=1", "--include-dashboard=false")
 
-    async def start_node(self) -> None:
-        await self._start("node", f"--address={self.address}", "--num-cpus=4", '--resources={"work": 10}')
+    async def start_node(self, name: str = "node") -> None:
+        await self._start(
+            name, f"--address={self.address}", "--num-cpus=4", '--resources={"work": 10}', f"--node-name={name}"
+        )
 
     def kill_head(self) -> None:
         """SIGKILL to everything of the head, the GCS first."""
@@ -56,7 +58,7 @@ class RayNodes:
             os.kill(pid, signal.SIGKILL)
 
     def pids(self, part: str = "", name: str = "") -> list[int]:
-        """Processes of this cluster; `part`: head or node; `name`: in the command line."""
+        """Processes of this cluster; `part`: head or a node; `name`: in the command line."""
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*"):

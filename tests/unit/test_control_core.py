@@ -123,6 +123,33 @@ def test_an_overtaken_answer_changes_nothing():
     assert reconcile(before, NOW, [told(asked=NOW - 1, fault="bad")])[0] == before
 
 
+# --- drained nodes ---------------------------------------------------------------------------------------------------
+
+CLOSED = MappingProxyType({"node-a": "id-a"})
+
+
+def test_what_a_drained_node_held_starts_elsewhere():
+    draining = row(phase=DR, step=Step.STOP, node="node-a", node_id="id-a")
+    new, actions = reconcile(state(draining, wanted=desired(0, 1, closed=CLOSED)), NOW, [Ended("decode-0", 1)])
+    assert did(actions) == [Start("decode-0", Role.DECODE, 2, avoid=frozenset({"id-a"}))]
+    assert (new.rows["decode-0"].node, new.rows["decode-0"].node_id) == ("", ""), "where it will be, nobody knows"
+
+
+def test_a_crash_meanwhile_does_not_lead_back_to_it():
+    crashed = row(phase=X, node="node-a", node_id="id-a", failures=1, not_before_ms=NOW)
+    _new, actions = reconcile(state(crashed, wanted=desired(0, 1, closed=CLOSED)), NOW)
+    assert [action.avoid for action in did(actions)] == [{"id-a"}]
+
+
+@pytest.mark.parametrize(("node_id", "goes"), [("id-a", True), ("id-a2", False), ("", False)])
+def test_what_comes_up_on_a_node_that_was_drained_meanwhile_goes(node_id: str, goes: bool):
+    starting = row(phase=S, incarnation=0)
+    before = state(starting, wanted=desired(0, 1, closed=CLOSED))
+    new, actions = reconcile(before, NOW, [Started("decode-0", 1, "h:1", "node-a", node_id)])
+    assert new.rows["decode-0"].phase is (DR if goes else S), "a node that came back has another id"
+    assert [type(action) for action in did(actions)] == ([Drain] if goes else [])
+
+
 # --- a fleet comes up and changes its size --------------------------------------------------------------------------
 
 

@@ -44,9 +44,11 @@ class Rooms:
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
+        self.avoided: set[frozenset[str]] = set()
 
     async def check_room(self, specs: list[WorkerSpec]) -> None:
         self.asked.append([spec.worker_id for spec in specs])
+        self.avoided |= {spec.avoid for spec in specs}
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,9 @@ class Rooms:
 async def test_room_is_counted_for_those_that_share_nodes(resources: str, asked: list[list[str]]) -> None:
     rooms = Rooms()
     hands = LauncherHands(config_with(resources=resources), cast(Launcher, rooms), ignore_loss)
-    await hands.check_room({Role.PREFILL: 1, Role.DECODE: 2})
+    await hands.check_room({Role.PREFILL: 1, Role.DECODE: 2}, frozenset({"id-a"}))
     assert rooms.asked == asked
+    assert rooms.avoided == {frozenset({"id-a"})}
 
 
 def test_on_kubernetes_a_place_may_first_have_to_become_a_pod(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import load
-from cluster.launch.ray_place import Supply, demand_of, fits, labels_of, no_place, places, supplies
+from cluster.launch.ray_place import Supply, demand_of, fits, labels_of, no_place, places, selector_of, supplies
 from kvstore.errors import InvalidInput
 
 NODES = (
@@ -50,6 +50,15 @@ def test_bad_demands_name_their_setting(flags: dict):
 def test_places_are_whole_nodes(demand: dict, labels: dict, count: int):
     assert places(demand, labels, NODES) == count
     assert any(fits(demand, labels, node) for node in NODES) == (count > 0)
+
+
+def test_a_drained_node_is_avoided_while_it_is_there():
+    nodes = [Supply(name, name != "c", {"CPU": 4.0}, node_id=f"id-{name}") for name in "abc"]
+    assert selector_of({"rack": "r1"}, {"id-b", "id-a"}, nodes) == {"ray.io/node-id": "!in(id-a,id-b)", "rack": "r1"}
+    assert selector_of({"rack": "r1"}, {"id-c", "id-gone"}, nodes) == {"rack": "r1"}, "the dead need not be avoided"
+    assert selector_of({"ray.io/node-id": "id-a"}, {"id-a"}, nodes) == {"ray.io/node-id": "id-a"}
+    error = no_place("decode-0", {"CPU": 1.0}, {}, nodes, {"CPU": 4.0}, "Why.", frozenset({"id-b"}))
+    assert "a has 4 CPUs; b has 4 CPUs but was drained (`genlock uncordon` opens it)" in error.message
 
 
 def test_a_refusal_names_demand_and_supply():

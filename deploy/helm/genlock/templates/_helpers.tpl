@@ -117,10 +117,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
 
-{{/* What the operator's commands in a pod need: where the gateway is, and a token where there are tenants. */}}
+{{/* What the operator's commands in a pod need: where the gateway is, whose certificate it shows, and a token where there
+are tenants. The gateway's certificate must carry the name of its Service, which the endpoint is. */}}
 {{- define "genlock.clientEnv" -}}
 - name: GENLOCK_ENDPOINT
   value: {{ include "genlock.name" . }}-gateway:{{ .Values.ports.grpc }}
+{{- if .Values.tls.secretName }}
+- name: GENLOCK_CA
+  value: /etc/genlock/tls/ca.crt
+{{- end }}
 {{- if .Values.tenants.secretName }}
 - name: GENLOCK_TOKEN
   valueFrom:
