@@ -18,12 +18,14 @@ from kvstore.errors import Cancelled, GenlockError, Unavailable
 from kvstore.guard import Guard
 from kvstore.receive import PageReceiver
 from kvstore.step import StepPlan
+from model.grammar import AnswerMatcher, Grammars
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket, finish_reason
 from wire.admission import Admission
 from wire.errors import surprise
 from wire.load import LoadTally
+from wire.matchers import matcher_for
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 from wire.tracing import Trail, current_request, no_trail
@@ -70,6 +72,7 @@ class _Live:
     worker: str
     sink: Sink
     trail: Trail
+    matcher: AnswerMatcher | None
     facts: RequestFacts = field(default_factory=RequestFacts)
     handoff: concurrent.futures.Future[None] | None = None  # of the present attempt
 
@@ -104,7 +107,9 @@ class DecodeEngine:
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], int],
         hooks: DecodeHooks | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: for answers that keep to a schema; None refuses them."""
         self.core = core
         self.guard = guard
         self.admission = Admission("decode", clock)
@@ -114,6 +119,7 @@ class DecodeEngine:
         self._eos = eos_token_ids
         self._clock = clock
         self._hooks = hooks or DecodeHooks()
+        self._grammars = grammars
         self._live: dict[int, _Live] = {}
         self._aio: asyncio.AbstractEventLoop | None = None
         self._steps = 0
@@ -131,13 +137,15 @@ class DecodeEngine:
     async def submit(
         self, ticket: Ticket, endpoint: str, worker: str, deadline_ms: int, sink: Sink, trail: Trail | None = None
     ) -> int:
-        """Queues a request; `sink` is called from the step thread. Raises what `DecodeCore.submit` raises."""
+        """Queues a request; `sink` is called from the step thread. Raises what `DecodeCore.submit` and
+        `matcher_for` raise."""
         trail = trail or no_trail()
         self.admission.require()
+        matcher = await matcher_for(ticket, self._grammars)
 
         def work() -> int:
             request_no = self.core.submit(ticket, self._clock(), deadline_ms)
-            self._live[request_no] = _Live(ticket, endpoint, worker, sink, trail)
+            self._live[request_no] = _Live(ticket, endpoint, worker, sink, trail, matcher)
             self.load.arrived(len(ticket.token_ids))
             trail.enter("queue")
             return request_no
@@ -220,7 +228,8 @@ class DecodeEngine:
     def _sample_row(self, request_no: int) -> SampleRow:
         req = self.core.request(request_no)
         assert req is not None, "a planned row has a request"
-        return SampleRow(req.ticket.sampling, len(req.tokens), req.generated, self._eos, req.tokens)
+        matcher = self._live[request_no].matcher
+        return SampleRow(req.ticket.sampling, len(req.tokens), req.generated, self._eos, req.tokens, matcher)
 
     def _deliver(self, outcomes: list[Outcome[SampledToken]]) -> None:
         for outcome in outcomes:

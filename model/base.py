@@ -59,6 +59,11 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that no text becomes."""
+        ...
+
     def encode(self, text: str, *, add_special: bool = False, allow_special: bool = False) -> list[int]:
         """Text to ids. `add_special` adds what the model wants around a prompt (a bos token).
 

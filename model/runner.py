@@ -93,6 +93,8 @@ class StepRunner:
 
 def _refuse_no_token(result: Published[SampledToken]) -> Published[SampledToken]:
     if result.output is not None and result.output.token_id == NO_TOKEN:
-        error = CorruptPage("nonfinite_logits", "the model's output for this request is not a number")
+        error = result.output.error
+        if error is None:
+            error = CorruptPage("nonfinite_logits", "the model's output for this request is not a number")
         return Published(result.request_no, None, error)
     return result

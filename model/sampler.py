@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvstore.errors import InvalidInput
-from model.sampling import SamplingParams
+from kvstore.errors import GenlockError, InvalidInput
+from model.grammar import AnswerMatcher
+from model.sampling import MAX_SCHEMA_BYTES, SamplingParams
 
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
@@ -39,7 +40,8 @@ _FIRST_CANDIDATES = 1024  # a nucleus is nearly always within these; a full sort
 class SampleRow:
     """One row of a step. `position` is the place of the token to be drawn, counted from the prompt's first token.
 
-    `history` is prompt and generated ids (read only with a repetition penalty); `generated` counts the latter.
+    `history` is prompt and generated ids (read only with a repetition penalty or a matcher); `generated` counts the
+    latter. `matcher` says which tokens keep the answer to `params.json_schema`; None where that is empty.
     """
 
     params: SamplingParams
@@ -47,11 +49,13 @@ class SampleRow:
     generated: int
     eos_token_ids: tuple[int, ...] = ()
     history: Sequence[int] | npt.NDArray[np.int64] = ()
+    matcher: AnswerMatcher | None = None
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """`token_id` is NO_TOKEN when the row's logits are not numbers: that request must end, its neighbours go on.
+    """`token_id` is NO_TOKEN when there is none to be had: that request must end, its neighbours go on. `error` says
+    why; None: the row's logits are not numbers.
 
     `logprob` and `top` (best first) are natural logarithms under the model's own distribution, before penalty, mask and
     temperature; None and empty unless `params.logprobs` asks for them.
@@ -60,6 +64,7 @@ class SampledToken:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    error: GenlockError | None = None
 
 
 @torch.inference_mode()
@@ -67,7 +72,7 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """Draws one token for each row of fp32 logits [R, V]; `len(rows)` is R. Ties go to the lowest id.
 
     Plain greedy rows share one pass over the batch. The others apply, in this order: repetition penalty, the mask of
-    ends while `min_tokens` is not reached, temperature, top_k, top_p, min_p.
+    ends while `min_tokens` is not reached, the matcher's mask, temperature, top_k, top_p, min_p.
     """
     if logits_RV.shape[0] != len(rows):
         raise ValueError(f"{logits_RV.shape[0]} rows of logits for {len(rows)} requests")
@@ -80,7 +85,11 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         if not math.isfinite(best[index]):
             out.append(SampledToken(NO_TOKEN))
             continue
-        token_id = ids[index] if _is_plain_greedy(row) else _draw(logits_RV[index].numpy(), row)
+        try:
+            token_id = ids[index] if _is_plain_greedy(row) else _draw(logits_RV[index].numpy(), row)
+        except GenlockError as error:
+            out.append(SampledToken(NO_TOKEN, error=error))
+            continue
         wants_logprobs = row.params.logprobs >= 0 and token_id != NO_TOKEN
         out.append(
             _with_logprobs(logits_RV[index].numpy(), token_id, row) if wants_logprobs else SampledToken(token_id)
@@ -90,17 +99,25 @@ def sample(logits_RV: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
 
 def _is_plain_greedy(row: SampleRow) -> bool:
     params = row.params
-    return params.temperature == 0 and params.repetition_penalty == 1 and row.generated >= params.min_tokens
+    return (
+        params.temperature == 0
+        and params.repetition_penalty == 1
+        and row.generated >= params.min_tokens
+        and row.matcher is None
+    )
 
 
 def _draw(logits_V: npt.NDArray[np.float32], row: SampleRow) -> int:
-    """One row that is not plainly greedy. Sums are in fp64. numpy, since its small operations cost least."""
+    """One row that is not plainly greedy. Sums are in fp64. numpy, since its small operations cost least. Raises what
+    the row's matcher raises."""
     params = row.params
     scores_V = logits_V.copy()
     if params.repetition_penalty != 1 and len(row.history):
         _penalize(scores_V, row)
     if row.generated < params.min_tokens:
         scores_V[list({*row.eos_token_ids, *params.stop_token_ids})] = -np.inf
+    if row.matcher is not None:
+        scores_V[~row.matcher.allowed(row.history, row.generated)] = -np.inf
     best = int(scores_V.argmax())
     if not math.isfinite(scores_V[best]):
         return NO_TOKEN
@@ -195,6 +212,12 @@ def validate(params: SamplingParams, *, context_tokens: int, prompt_tokens: int,
         raise _bad("stop_token_ids", f"must be at most {MAX_STOP_TOKEN_IDS} ids")
     for token_id in params.stop_token_ids:
         _check_int(token_id, "stop_token_ids", 0, vocab_size - 1)
+    if len(params.json_schema.encode()) > MAX_SCHEMA_BYTES:
+        raise _bad("json_schema", f"has more than {MAX_SCHEMA_BYTES} bytes: make it shorter")
+    if params.json_schema and (params.ignore_eos or params.min_tokens):
+        # An answer that is whole can only end; what forbids the end would leave no token to sample.
+        name = "ignore_eos" if params.ignore_eos else "min_tokens"
+        raise _bad(name, "must be unset with a json_schema: an answer that is whole ends")
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:

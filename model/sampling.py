@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_SCHEMA_BYTES = 64 << 10
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -21,3 +23,4 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; k >= 0: the chosen token's and the k best alternatives'
+    json_schema: str = ""  # what the answer must be; empty: any text

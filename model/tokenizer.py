@@ -67,6 +67,10 @@ class ByteLevelTokenizer:
     def vocab_size(self) -> int:
         return len(self.token_bytes)
 
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset(control.token_id for control in self.controls.values())
+
     def encode(self, text: str, *, add_special: bool = False, allow_special: bool = False) -> list[int]:
         """See `Tokenizer.encode`. Raises InvalidInput (field `prompt`): `text_too_long`, `bad_text`."""
         if len(text) > MAX_TEXT_CHARS:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import GenlockError, NotFound
 from kvstore.guard import Guard
+from model.grammar import AnswerMatcher, Grammars
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket
 from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, PrefillSequence
 from wire.admission import Admission
 from wire.load import LoadTally
+from wire.matchers import matcher_for
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 
@@ -55,7 +57,9 @@ class PrefillEngine:
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], int],
         hooks: PrefillHooks | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: for answers that keep to a schema; None refuses them."""
         self.core = core
         self.guard = guard
         self.admission = Admission("prefill", clock)
@@ -64,6 +68,8 @@ class PrefillEngine:
         self._clock = clock
         self._hooks = hooks or PrefillHooks()
         self._sinks: dict[int, Sink] = {}
+        self._grammars = grammars
+        self._matchers: dict[int, AnswerMatcher] = {}
         self._steps = 0
         self._tokens = 0
         self._outcomes: Counter[str] = Counter()
@@ -74,11 +80,13 @@ class PrefillEngine:
         self.loop = StepLoop("prefill-steps", self._turn, clock)
 
     async def submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
-        """Queues a prompt; events reach `sink` from the step thread. Raises what `PrefillCore.submit` raises."""
+        """Queues a prompt; events reach `sink` from the step thread. Raises what `PrefillCore.submit` and
+        `matcher_for` raise."""
         self.admission.require()
         now_ms = self._clock()  # the wait for the chunk under way is queueing too
+        matcher = await matcher_for(ticket, self._grammars)
         return await self.loop.call(
-            lambda: self._submit(ticket, sink, now_ms), lambda seq: self._cancel(seq.request_no)
+            lambda: self._submit(ticket, sink, now_ms, matcher), lambda seq: self._cancel(seq.request_no)
         )
 
     def cancel(self, request_no: int) -> None:
@@ -93,7 +101,7 @@ class PrefillEngine:
 
         def work() -> None:
             request_no = self.core.release(handoff_id, suspect=suspect)
-            self._sinks.pop(request_no, None)
+            self._forget(request_no)
             self._outcomes["suspect" if suspect else "ok"] += 1
 
         await self.loop.call(work)
@@ -117,16 +125,22 @@ class PrefillEngine:
 
     # --- on the step thread -------------------------------------------------------------------------------------
 
-    def _submit(self, ticket: Ticket, sink: Sink, now_ms: int) -> PrefillSequence:
+    def _submit(self, ticket: Ticket, sink: Sink, now_ms: int, matcher: AnswerMatcher | None) -> PrefillSequence:
         seq = self.core.submit(ticket, now_ms)
         self._sinks[seq.request_no] = sink
+        if matcher is not None:
+            self._matchers[seq.request_no] = matcher
         self.load.arrived(len(ticket.token_ids))
         return seq
 
     def _cancel(self, request_no: int) -> None:
         if self.core.cancel(request_no):
             self._outcomes["cancelled"] += 1
+        self._forget(request_no)
+
+    def _forget(self, request_no: int) -> None:
         self._sinks.pop(request_no, None)
+        self._matchers.pop(request_no, None)
 
     def _known(self, work: Callable[[], None]) -> None:
         try:
@@ -162,7 +176,8 @@ class PrefillEngine:
         seq = self.core.sequence(request_no)
         assert seq is not None, "a planned row has a sequence"
         ticket = seq.ticket
-        return SampleRow(ticket.sampling, position, ticket.generated_tokens, self._eos, ticket.token_ids)
+        matcher = self._matchers.pop(request_no, None)  # the only token that is sampled here
+        return SampleRow(ticket.sampling, position, ticket.generated_tokens, self._eos, ticket.token_ids, matcher)
 
     def _send(self, event: Event[SampledToken]) -> None:
         if isinstance(event, HandoffFailed):
@@ -180,4 +195,4 @@ class PrefillEngine:
             for item in events:
                 sink(item)
         if isinstance(event, HandoffFailed):
-            self._sinks.pop(event.request_no, None)
+            self._forget(event.request_no)

@@ -16,6 +16,7 @@ from kvstore.step import PageRun, PlanRow, StepPlan
 from kvstore.transfer.memory import MemoryEngine, MemoryFabric
 from model.attention.select import make_backend
 from model.base import LanguageModel
+from model.grammar import AnswerMatcher, Grammars
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.sampling import SamplingParams
@@ -36,7 +37,9 @@ class Oracle:
         chunk_tokens: int = 256,
         attention: str = "auto",
         slots: int = 64,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: needed for answers that keep to a schema."""
         layout = model.layout(page_tokens, kv_format)
         engine = MemoryEngine(MemoryFabric(), "oracle")
         self._guard = Guard(
@@ -47,6 +50,7 @@ class Oracle:
         self._runner = StepRunner(model, backend, self._guard)
         self._chunk_tokens = chunk_tokens
         self._eos = model.info.eos_token_ids
+        self._grammars = grammars
 
     def answer(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[SampledToken]:
         """All tokens of the answer, the ending one included. Raises what the guard raises."""
@@ -61,7 +65,9 @@ class Oracle:
                 end = done + take
                 last = end == len(ids)
                 row = PlanRow(_OWNER, tuple(ids[done:end]), done, PageRun(pages.refs[: layout.pages_for(end)]), last)
-                sample_row = SampleRow(sampling, end, len(out), self._eos, ids)
+                # A new matcher for each token: what may come follows from the tokens alone.
+                matcher = self._matcher(sampling, ids[len(ids) - len(out) :]) if last else None
+                sample_row = SampleRow(sampling, end, len(out), self._eos, ids, matcher)
                 [result] = self._runner.run(StepPlan(1, (row,)), {_OWNER: sample_row} if last else {})
                 if result.error is not None:
                     raise result.error
@@ -75,3 +81,9 @@ class Oracle:
                     return out
         finally:
             self._guard.retire(pages.refs, _OWNER)
+
+    def _matcher(self, sampling: SamplingParams, generated: Sequence[int]) -> AnswerMatcher | None:
+        if not sampling.json_schema:
+            return None
+        assert self._grammars is not None, "an oracle of schemas has grammars"
+        return self._grammars.start(sampling.json_schema, generated)

@@ -14,7 +14,7 @@ from typing import Literal
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput
-from model.sampling import SamplingParams
+from model.sampling import MAX_SCHEMA_BYTES, SamplingParams
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CHOICES = 8
@@ -25,6 +25,7 @@ MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
 MAX_TOOLS = 128
 MAX_TOOL_DEPTH = 32
+MAX_SCHEMA_DEPTH = 64
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 100.0
 DEFAULT_MAX_TOKENS = 128
@@ -193,7 +194,7 @@ def _tools(chat: pb.ChatPrompt) -> tuple[str, ...]:
     for index, text in enumerate(chat.tools):
         try:
             tool = json.loads(text)
-            fits = isinstance(tool, dict) and _depth(tool) <= MAX_TOOL_DEPTH
+            fits = isinstance(tool, dict) and _fits(tool, MAX_TOOL_DEPTH)
         except (ValueError, RecursionError):
             fits = False
         if not fits:
@@ -201,10 +202,10 @@ def _tools(chat: pb.ChatPrompt) -> tuple[str, ...]:
     return tuple(chat.tools)
 
 
-def _depth(value: object) -> int:
-    """Levels of a JSON value, without recursion; stops above the limit."""
+def _fits(value: object, most: int) -> bool:
+    """Whether a JSON value has at most so many levels, without recursion."""
     levels, depth = [value], 0
-    while levels and depth <= MAX_TOOL_DEPTH:
+    while levels and depth <= most:
         depth += 1
         levels = [
             child
@@ -212,7 +213,7 @@ def _depth(value: object) -> int:
             if isinstance(item, dict | list)
             for child in (item.values() if isinstance(item, dict) else item)
         ]
-    return depth
+    return depth <= most
 
 
 def _token_ids(tokens: pb.TokenPrompt, model: ModelLimits) -> tuple[int, ...]:
@@ -267,7 +268,30 @@ def _sampling(params: pb.SamplingParams, model: ModelLimits) -> SamplingParams:
         stop_token_ids=_stop_token_ids(params, model),
         ignore_eos=params.ignore_eos,
         logprobs=whole("logprobs", defaults.logprobs, 0, MAX_LOGPROBS) if params.HasField("logprobs") else -1,
+        json_schema=_json_schema(params),
     )
+
+
+def _json_schema(params: pb.SamplingParams) -> str:
+    """Its form; whether it can be followed is asked of `cluster.gateway.schemas` next."""
+    schema, field = params.json_schema, "sampling_params.json_schema"
+    if not schema:
+        return ""
+    size = len(schema.encode())
+    if size > MAX_SCHEMA_BYTES:
+        raise _bad("bad_json_schema", field, f"has {size} bytes; at most {MAX_SCHEMA_BYTES} are taken")
+    try:
+        tree = json.loads(schema)
+        fits = isinstance(tree, dict) and _fits(tree, MAX_SCHEMA_DEPTH)
+    except (ValueError, RecursionError):
+        fits = False
+    if not fits:
+        raise _bad("bad_json_schema", field, f"must be a JSON object of at most {MAX_SCHEMA_DEPTH} levels")
+    # An answer that is whole can only end; what forbids the end would leave no token to sample.
+    for name, given in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens)):
+        if given:
+            raise _bad(f"bad_{name}", f"sampling_params.{name}", "must be unset with a schema: a whole answer ends")
+    return schema
 
 
 def _stops(params: pb.SamplingParams) -> tuple[str, ...]:

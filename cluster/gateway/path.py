@@ -139,6 +139,8 @@ class RequestPath:
         request = await call.request()
         draft = check_request(request, state.limits, state.config.api)
         placed = steering(request, call.metadata(), caller)
+        if draft.sampling.json_schema:
+            await state.schemas.check(draft.sampling.json_schema)
         token_ids = tuple(await state.encoder.encode(draft.prompt))
         sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
         if not draft.seed_given:
@@ -277,6 +279,7 @@ def sampling_message(sampling: SamplingParams) -> worker_pb2.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
+        json_schema=sampling.json_schema,
     )
 
 

@@ -14,6 +14,7 @@ from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
+from cluster.gateway.schemas import SchemaCheck
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.sessions import CALL_NO_BYTES, DecodeCall, DecodeSession
 from cluster.gateway.waiting import WaitingRoom
@@ -52,6 +53,7 @@ class GatewayState:
             served.info.name, served.info.vocab_size, served.info.context_tokens, (config.model.name,)
         )
         self.encoder = PromptEncoder(served.tokenizer, max_waiting=config.api.max_requests)
+        self.schemas = SchemaCheck()
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
         self.waiting = WaitingRoom(config.api.max_queued, config.api.retry_after_ms)
@@ -223,6 +225,7 @@ class GatewayState:
 
     async def close(self) -> None:
         self.encoder.close()
+        await self.schemas.close()
         await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
         await end_tasks(list(self._retired))
         for endpoint in list(self._channels):

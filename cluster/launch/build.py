@@ -41,7 +41,8 @@ from kvstore.transfer.base import TransferEngine
 from kvstore.transfer.common import monotonic_ms
 from kvstore.transfer.select import make_engine
 from model.attention.select import make_backend
-from model.base import LanguageModel
+from model.base import LanguageModel, Tokenizer
+from model.grammar import Grammars, grammars_of
 from model.load import load_model
 from model.runner import StepHooks, StepRunner
 from model.sampler import SampledToken
@@ -69,6 +70,7 @@ class WorkerTuning:
     clock: Callable[[], int] = monotonic_ms
     wrap_engine: Callable[[TransferEngine], TransferEngine] | None = None
     model: LanguageModel | None = None  # shared weights of workers in one process
+    tokenizer: Tokenizer | None = None  # of that model; without one no answer is kept to a schema
     prefill: PrefillHooks = field(default_factory=PrefillHooks)
     decode: DecodeHooks = field(default_factory=DecodeHooks)
     pull: PullHooks = field(default_factory=PullHooks)
@@ -94,6 +96,7 @@ class BuiltWorker:
         self._handoffs: Handoffs | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._prover: ThreadPoolExecutor | None = None
+        self._grammars: Grammars | None = None
         self._status: WorkerStatusService | None = None
         self._decode: DecodeService | None = None
         self._stopped = False
@@ -167,7 +170,8 @@ class BuiltWorker:
         await loop.run_in_executor(None, self.telemetry.stop)
         if self._handoffs is not None:
             await self._handoffs.close()
-        for executor in (self._executor, self._prover):
+        grammars = None if self._grammars is None else self._grammars.pool
+        for executor in (self._executor, self._prover, grammars):
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
         if hasattr(self, "transfer"):
@@ -216,7 +220,10 @@ class BuiltWorker:
     def _build(self) -> tuple[LanguageModel, StepRunner]:
         config = self.spec.config
         torch.set_num_threads(config.workers.threads)
-        model = self.tuning.model or load_model(config.model.path or config.model.name, linears=config.model.linears)[0]
+        model, tokenizer = self.tuning.model, self.tuning.tokenizer
+        if model is None:
+            model, tokenizer = load_model(config.model.path or config.model.name, linears=config.model.linears)
+        self._grammars = None if tokenizer is None else grammars_of(model.info, tokenizer)
         layout = model.layout(config.cache.page_tokens, KvFormat(config.cache.kv_format))
         secret = self._secret()
         digester = Digester(secret, layout.slot_bytes)
@@ -254,7 +261,7 @@ class BuiltWorker:
         )
         core: PrefillCore[SampledToken] = PrefillCore(self.guard, self._keyer, limits, os.urandom)
         self.engine = PrefillEngine(
-            core, runner, self.guard, info.eos_token_ids, self.tuning.clock, self.tuning.prefill
+            core, runner, self.guard, info.eos_token_ids, self.tuning.clock, self.tuning.prefill, self._grammars
         )
         return PrefillService(self.engine, info, self.telemetry.tracer, self.worker_id)
 
@@ -276,7 +283,7 @@ class BuiltWorker:
         )  # fmt: skip
         self.engine = DecodeEngine(
             core, runner, self.guard, receiver, self._handoffs, info.eos_token_ids, self.tuning.clock,
-            self.tuning.decode,
+            self.tuning.decode, self._grammars,
         )  # fmt: skip
         return DecodeService(self.engine, info, self.tuning.clock, self.telemetry.tracer, self.worker_id)
 

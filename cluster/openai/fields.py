@@ -53,6 +53,10 @@ class Fields:
         """The field's path in the body."""
         return f"{self._path}.{name}" if self._path else name
 
+    @property
+    def tree(self) -> Mapping[str, object]:
+        return self._tree
+
     def raw(self, name: str) -> object:
         return self._tree.get(name)
 

@@ -27,7 +27,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "logit_bias": ({},),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "functions": ([],),
@@ -59,7 +58,7 @@ _TRANSFER = frozenset(
         "ticket_id", "lease",
     }
 )  # fmt: skip
-_WHY = MappingProxyType({"response_format": 'only {"type": "text"} is: decoding is not constrained by formats here'})
+_ANY_OBJECT = '{"type": "object"}'
 _PRIORITIES: Mapping[str, pb.Priority.ValueType] = MappingProxyType(
     {"low": pb.PRIORITY_LOW, "normal": pb.PRIORITY_NORMAL, "high": pb.PRIORITY_HIGH}
 )
@@ -111,9 +110,7 @@ def _refuse_unsupported(body: Fields) -> None:
     for name, harmless in _UNSUPPORTED.items():
         value = body.raw(name)
         if value is not None and value not in harmless:
-            raise bad(
-                "unsupported_field", name, f"is not supported; {_WHY[name]}" if name in _WHY else "is not supported"
-            )
+            raise bad("unsupported_field", name, "is not supported")
     for name in sorted(_TRANSFER):
         if body.raw(name) is not None:
             raise bad("transfer_field", name, "is not taken from requests: the server alone decides where pages are")
@@ -150,11 +147,39 @@ def _sampling(kind: Kind, body: Fields, names: dict[str, str]) -> pb.SamplingPar
         stop_token_ids=_token_ids(body.items("stop_token_ids") or [], "stop_token_ids"),
         ignore_eos=body.flag("ignore_eos") or False,
         n=n,
+        json_schema=_json_schema(body, names),
     )
     logprobs = _chat_logprobs(body, names) if kind is Kind.CHAT else body.whole("logprobs")
     if logprobs is not None:
         params.logprobs = logprobs
     return params
+
+
+def _json_schema(body: Fields, names: dict[str, str]) -> str:
+    """The schema that `response_format` names, as text; empty where any text will do."""
+    wanted = body.group("response_format")
+    kind = wanted.text("type") if wanted is not None else "text"
+    if wanted is None or kind == "text":
+        return ""
+    names["sampling_params.json_schema"] = "response_format"
+    if kind == "json_object":
+        return _ANY_OBJECT
+    if kind != "json_schema":
+        raise bad("unsupported_field", "response_format.type", "must be text, json_object or json_schema")
+    outer = wanted.group("json_schema")
+    if outer is None:
+        raise bad("bad_json_schema", wanted.name_of("json_schema"), "is missing")
+    # An answer is always kept to its schema, whatever `strict` says.
+    outer.text("name"), outer.flag("strict")
+    schema = outer.group("schema")
+    if schema is None:
+        raise bad("bad_json_schema", outer.name_of("schema"), "is missing")
+    names["sampling_params.json_schema"] = outer.name_of("schema")
+    try:
+        text = json.dumps(schema.tree, ensure_ascii=False)
+    except RecursionError:
+        raise bad("bad_json_schema", outer.name_of("schema"), "has too many levels") from None
+    return checked_text(text, outer.name_of("schema"))
 
 
 def _max_tokens(body: Fields, names: dict[str, str]) -> int | None:

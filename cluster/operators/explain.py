@@ -116,6 +116,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
         "RESOURCE_EXHAUSTED", "The registry knows as many workers as it may.",
         "Remove workers, or use one namespace for each cluster.", False),
     "too_many_connections": ("RESOURCE_EXHAUSTED", "The HTTP door holds as many connections as it may.", _BUSY, True),
+    "schema_check_busy": (
+        "RESOURCE_EXHAUSTED", "A gateway's host was too busy to check a JSON schema in time.", _BUSY, True),
     "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
     "too_many_keys": ("RESOURCE_EXHAUSTED", "The registry keeps as many API keys as it may.", "Revoke some.", False),
     "no_memory": (
@@ -314,6 +316,16 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "call_no_taken": ("INVALID_ARGUMENT", "A gateway gave two requests at a worker one number.", _BUG, True),
     "peer_internal": ("INTERNAL", "A worker ended the request without telling why.", _BUG, False),
     "internal": ("INTERNAL", "An unexpected error, contained to this request.", _BUG, False),
+    "schema_check_failed": (
+        "UNAVAILABLE", "A gateway's host can start no process to check JSON schemas.",
+        "See the message; the gateway's container must be allowed another process.", True),
+    "answer_off_schema": ("INTERNAL", "A token of an answer does not keep to its JSON schema.", _BUG, True),
+    "json_schema_too_complex": (
+        "INVALID_ARGUMENT", "A JSON schema needs more time or memory than an answer may cost.",
+        "Use fewer optional properties, alternatives and patterns, and no large multipleOf.", False),
+    "json_schema_unsupported": (
+        "INVALID_ARGUMENT", "This model's answers cannot be kept to a JSON schema.",
+        "Serve a model whose tokenizer names a token that ends an answer.", False),
     "step_failed": ("INTERNAL", "A step of the model failed for this request.", _BUG, True),
 }  # fmt: skip
 

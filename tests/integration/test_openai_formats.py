@@ -8,6 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import CorruptPage
 from tests.support.fake_workers import ByteTokenizer, finished, say, tokens
 from tests.support.http_door import scripted
@@ -49,24 +50,31 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Ans
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("wanted", [{"type": "json_object"}, SCHEMA, {"type": "grammar"}])
-async def test_a_format_that_would_have_to_be_forced_is_refused_by_name(wanted: dict, stream: bool):
-    async with scripted(say(tokens("{}"), finished(2))) as env:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await env.client.chat.completions.create(model="toy", messages=USER, response_format=wanted, stream=stream)
-        assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_field")
-        assert "not constrained" in caught.value.message
-        assert not env.decode.seen
-
-
-async def test_the_clients_own_way_to_ask_for_a_schema_is_refused_too_and_plain_text_is_served():
+async def test_a_format_goes_to_the_workers_with_the_ticket(stream: bool):
     async with scripted(say(tokens('{"number": 4}'), finished(13))) as env:
+
+        async def schema_of(wanted: object) -> str:
+            await env.client.chat.completions.create(model="toy", messages=USER, response_format=wanted, stream=stream)
+            return env.decode.seen[-1].request.ticket.sampling.json_schema
+
+        assert await schema_of({"type": "text"}) == ""
+        assert json.loads(await schema_of({"type": "json_object"})) == {"type": "object"}
+        assert json.loads(await schema_of(SCHEMA)) == Answer.model_json_schema()
+        seen = len(env.decode.seen)
         with pytest.raises(openai.BadRequestError) as caught:
-            await env.client.chat.completions.parse(model="toy", messages=USER, response_format=Answer)
-        assert caught.value.param == "response_format"
-        reply = await env.client.chat.completions.create(model="toy", messages=USER, response_format={"type": "text"})
-        assert json.loads(reply.choices[0].message.content) == {"number": 4}
-        assert len(env.decode.seen) == 1
+            await schema_of({"type": "grammar"})
+        assert (caught.value.param, caught.value.code) == ("response_format.type", "unsupported_field")
+        assert len(env.decode.seen) == seen
+
+
+async def test_the_clients_own_way_to_ask_for_a_class():
+    async with scripted(say(tokens('{"number": 4}'), finished(13, pb.FINISH_REASON_STOP))) as env:
+        reply = await env.client.chat.completions.parse(model="toy", messages=USER, response_format=Answer)
+        assert reply.choices[0].message.parsed == Answer(number=4)
+        (seen,) = env.decode.seen
+        sent = json.loads(seen.request.ticket.sampling.json_schema)
+        assert sent["properties"] == Answer.model_json_schema()["properties"]
+        assert sent["additionalProperties"] is False
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -71,7 +71,9 @@ class ProbeCluster:
             "api.http_port": 0,
         }
         settings = load(flags={**base, **{key.replace("__", "."): value for key, value in flags.items()}}).config
-        self.launcher = InProcessLauncher(lambda spec: BuiltWorker(spec, WorkerTuning(model=model)))
+        self.launcher = InProcessLauncher(
+            lambda spec: BuiltWorker(spec, WorkerTuning(model=model, tokenizer=tokenizer))
+        )
         self.cluster = Cluster(settings, self.launcher, served, make_door=HttpDoor)
 
     async def __aenter__(self) -> ProbeCluster:

@@ -38,7 +38,7 @@ from wire.convert import (
 
 VOCAB = 300
 INFO = ModelInfo("probe", "rev", "tok", VOCAB, 64, (256,))
-TICKET = Ticket(b"t" * 16, "tenant", (1, 2, 299), SamplingParams(max_tokens=8), "rev", "tok", 1)
+TICKET = Ticket(b"t" * 16, "tenant", (1, 2, 299), SamplingParams(max_tokens=8, json_schema="{}"), "rev", "tok", 1)
 
 
 def over_the_wire(message):

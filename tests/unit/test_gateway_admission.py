@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import pytest
 
-from cluster.gateway.admission import ModelLimits, check_request, choice_seed, fit_sampling
+from cluster.gateway.admission import MAX_SCHEMA_DEPTH, ModelLimits, check_request, choice_seed, fit_sampling
 from cluster.gateway.identity import Caller, SingleTenant, authenticator_from
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput, Unauthenticated
+from model.sampling import MAX_SCHEMA_BYTES
 
 MODEL = ModelLimits("toy-1b", vocab_size=100, context_tokens=64, aliases=("toy",))
 API = ApiConfig(max_prompt_bytes=10)
@@ -129,3 +131,25 @@ def test_a_broken_tenants_file_is_refused(text: str):
         authenticator_from(text, "t.yaml")
     assert caught.value.field == "api.tenants_file"
     assert "secret" not in caught.value.message
+
+
+def nested(levels: int) -> str:
+    return '{"items":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+def test_a_schema_is_an_object_within_limits():
+    assert draft(json_schema=nested(MAX_SCHEMA_DEPTH)).sampling.json_schema == nested(MAX_SCHEMA_DEPTH)
+    assert draft().sampling.json_schema == ""
+    long = json.dumps({"title": "é" * (MAX_SCHEMA_BYTES // 2)}, ensure_ascii=False)
+    for text in ("{", "[]", "null", nested(MAX_SCHEMA_DEPTH + 1), nested(100_000), '{"a":' + "9" * 9000 + "}", long):
+        with pytest.raises(InvalidInput) as caught:
+            draft(json_schema=text)
+        assert (caught.value.reason, caught.value.field) == ("bad_json_schema", "sampling_params.json_schema")
+
+
+@pytest.mark.parametrize(("name", "value"), [("ignore_eos", True), ("min_tokens", 1)])
+def test_what_would_forbid_the_end_does_not_go_with_a_schema(name: str, value: object):
+    with pytest.raises(InvalidInput) as caught:
+        draft(json_schema="{}", **{name: value})
+    assert caught.value.field == f"sampling_params.{name}"
+    draft(**{name: value})

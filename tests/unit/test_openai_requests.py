@@ -166,8 +166,6 @@ def test_wrong_types_are_refused_by_name(fields: dict, field: str):
         {"frequency_penalty": 0.5},
         {"presence_penalty": -1},
         {"logit_bias": {"3": 5}},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
         {"modalities": ["text", "audio"]},
         {"functions": [{}]},
         {"guided_json": {}},
@@ -262,3 +260,31 @@ def test_any_body_passes_or_is_refused_by_type(kind: Kind, body: dict):
     except InvalidInput as error:
         refusal = error
     assert refusal is None or refusal.field
+
+
+def test_formats_as_schemas():
+    schema = {"type": "object", "title": "größe"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": None, "description": "d"}}
+    assert json.loads(chat(response_format=wanted).request.sampling_params.json_schema) == schema
+    assert chat(response_format={"type": "json_object"}).request.sampling_params.json_schema == '{"type": "object"}'
+    for plain in ({"type": "text"}, None):
+        assert chat(response_format=plain).request.sampling_params.json_schema == ""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ("json_object", "response_format"),
+        ({}, "response_format.type"),
+        ({"type": 3}, "response_format.type"),
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": "x"}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"name": 3, "schema": {}}}, "response_format.json_schema.name"),
+        ({"type": "json_schema", "json_schema": {"strict": 3, "schema": {}}}, "response_format.json_schema.strict"),
+        ({"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}, "response_format.json_schema.schema"),
+    ],
+)
+def test_formats_that_are_none(wanted: object, field: str):
+    assert refused(chat, response_format=wanted).field == field

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import CorruptPage, GenlockError, StalePage
+from kvstore.errors import CorruptPage, GenlockError, InvalidInput, StalePage
 from kvstore.step import StepPlan
 from kvstore.transfer.memory import MemoryEngine, MemoryFabric
 from model.attention.reference import ReferenceBackend
@@ -106,6 +106,23 @@ def test_the_error_of_a_surprise_names_its_class_and_none_of_its_text():
     assert type(result.error) is GenlockError
     assert "RuntimeError" in result.error.message
     assert str(POISON) not in result.error.message
+
+
+class Spent:
+    """A matcher whose schema needs more than a step may cost."""
+
+    def allowed(self, history, generated):
+        raise InvalidInput("json_schema_too_complex", field="sampling_params.json_schema")
+
+
+def test_an_answer_whose_schema_fails_ends_alone_and_nothing_is_computed_again():
+    bench = Bench()
+    plan = bench.plan(4, 5, 6)
+    rows = {r.request_no: SampleRow(SamplingParams(), r.context_len, 0) for r in plan.rows}
+    rows[2] = replace(rows[2], matcher=Spent())
+    results = bench.runner.run(plan, rows)
+    assert answers(results) == [wanted(0, 4), "json_schema_too_complex", wanted(2, 6)]
+    assert bench.model.forwards == [3]
 
 
 def test_a_failure_of_the_whole_step_ends_every_row_typed_and_the_next_step_is_healthy():
