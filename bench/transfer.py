@@ -3,9 +3,11 @@
 *Verified* is what a decode worker does, with its own receiver and guard: judge the descriptors, read the pages, judge
 headers, prefix keys and digests, read the source's live tags and compare them, adopt the pages. *Bare* is the engine's
 own library moving the same pages: for `shm` one copy per page out of the mapped pool, for `mooncake` and `nixl` one
-batch read of their libraries. Both run alternately in one process, against a pool of sealed pages in another process,
-over pages drawn anew each round; the figures are medians. `gbps_memcpy` is a copy inside this process. Where the time
-of a verified pull goes is told by part, for each page.
+batch read of their libraries. `nixl` takes the fastest way that the library finds, which on one host is CMA; `nixl-tcp`
+is the same library over TCP alone, as between hosts without RDMA, on both sides and for both figures. Both run
+alternately in one process, against a pool of sealed pages in another process, over pages drawn anew each round; the
+figures are medians. `gbps_memcpy` is a copy inside this process. Where the time of a verified pull goes is told by
+part, for each page.
 
     python -m bench.transfer --engine shm --pages 1 --pages 16
 """
@@ -36,7 +38,7 @@ from kvstore.layout import HEADER_BYTES, AttentionKind, KvFormat, PageLayout
 from kvstore.receipt import ExpectedPages
 from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import Peer, PoolExport, tag_table_bytes
-from kvstore.transfer.common import I64, U8, slots_of
+from kvstore.transfer.common import I64, SLEEP_S, SPIN_BYTES, U8, slots_of
 from kvstore.transfer.mooncake import MooncakeEngine
 from kvstore.transfer.mooncake import parse_address as parse_mooncake
 from kvstore.transfer.nixl import NixlEngine
@@ -45,7 +47,8 @@ from kvstore.transfer.nixl_agent import ReadState, Rows
 from kvstore.transfer.shm import ShmEngine
 from kvstore.transfer.shm import parse_address as parse_shm
 
-ENGINES = ("shm", "mooncake", "nixl")
+ENGINES = ("shm", "mooncake", "nixl", "nixl-tcp")
+NIXL_TRANSPORTS = {"nixl": "auto", "nixl-tcp": "tcp"}
 PAGE_BYTES = (4 << 10, 64 << 10, 391_808, 1 << 20)
 PAGES = (1, 16, 128, 1024)
 MAX_PAGES = 4096
@@ -129,14 +132,16 @@ def _make(name: str, page_bytes: int) -> Engine:
     digester.warm_up()
     if name == "shm":
         return ShmEngine(digester)
-    return MooncakeEngine(digester=digester) if name == "mooncake" else NixlEngine(digester=digester)
+    if name == "mooncake":
+        return MooncakeEngine(digester=digester)
+    return NixlEngine(NIXL_TRANSPORTS[name], digester)
 
 
 def _missing(name: str) -> str | None:
     """Why an engine cannot be used here; None if it can."""
     if name == "mooncake":
         return MooncakeEngine.available()
-    return NixlEngine.available() if name == "nixl" else None
+    return NixlEngine.available() if name in NIXL_TRANSPORTS else None
 
 
 def _layout(page_bytes: int) -> PageLayout:
@@ -179,7 +184,16 @@ def serve(name: str, page_bytes: int, slots: int) -> None:
     engine.close()
 
 
-class _Receiver:
+def start_source(name: str, page_bytes: int, slots: int) -> subprocess.Popen[str]:
+    """A process that runs `serve`; it ends with its stdin."""
+    command = [
+        sys.executable, "-m", "bench.transfer", "--serve", "--engine", name, "--page-bytes", str(page_bytes),
+        "--pages", str(slots),
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+class Receiver:
     """Our end: a decode worker's guard and receiver, and what the pages must be."""
 
     def __init__(self, name: str, page_bytes: int, slots: int, told: dict[str, Any]) -> None:
@@ -212,8 +226,8 @@ class _Receiver:
         model = np.frombuffer(mmap.mmap(-1, slots * page_bytes), np.uint8).reshape(slots, page_bytes)
         model[:] = np.arange(page_bytes, dtype=np.uint8)
         self.model_SU8 = model
-        bare = {"shm": self._bare_shm, "mooncake": self._bare_mooncake, "nixl": self._bare_nixl}
-        self._bare = bare[name](export)
+        bare = {"shm": self._bare_shm, "mooncake": self._bare_mooncake}
+        self._bare = bare.get(name, self._bare_nixl)(export)
 
     def verified(self, places_n: I64, local_n: I64) -> float:
         """One batch, proved; seconds of the pull. Raises a GenlockError when a check fails."""
@@ -270,7 +284,10 @@ class _Receiver:
             local: Rows = [(local_base + slot * self.page_bytes, self.page_bytes, 0) for slot in local_n.tolist()]
             remote: Rows = [(base + slot * self.page_bytes, self.page_bytes, 0) for slot in remote_n.tolist()]
             handle, state = agent.post(address.agent, local, remote)
+            many = len(local) * self.page_bytes > SPIN_BYTES
             while state is ReadState.RUNNING:
+                if many:  # as the engine does: asking all the time takes the core that the library's thread needs
+                    time.sleep(SLEEP_S)
                 state = agent.poll(handle)
             if state is not ReadState.DONE:
                 raise TransferError("not_done", "the library's batch failed")
@@ -283,7 +300,7 @@ def _copy_pages(source_SU8: U8, target_SU8: U8, remote_n: I64, local_n: I64) -> 
         np.copyto(target_SU8[local], source_SU8[remote])
 
 
-def _cell(receiver: _Receiver, engine: str, pages: int, budget_s: float) -> Row:
+def _cell(receiver: Receiver, engine: str, pages: int, budget_s: float) -> Row:
     rng = np.random.default_rng(pages)
     ways = (receiver.verified, receiver.bare, receiver.memcpy)
     spent_s: list[list[float]] = [[], [], []]
@@ -342,13 +359,9 @@ def run(
         for size in page_bytes:
             report(f"{engine}: pages of {size} bytes")
             slots = max(MIN_SLOTS, *pages)
-            command = [
-                sys.executable, "-m", "bench.transfer", "--serve", "--engine", engine, "--page-bytes", str(size),
-                "--pages", str(slots),
-            ]  # fmt: skip
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
+            with start_source(engine, size, slots) as source:
                 assert source.stdout is not None
-                receiver = _Receiver(engine, size, slots, json.loads(source.stdout.readline()))
+                receiver = Receiver(engine, size, slots, json.loads(source.stdout.readline()))
                 rows += [_cell(receiver, engine, count, budget_s) for count in pages]
                 receiver.engine.close()
     return rows
@@ -359,9 +372,13 @@ def run(
 Examples:
   genlock bench transfer
   genlock bench transfer --engine shm --page-bytes 391808 --pages 1 --pages 16
+  genlock bench transfer --engine nixl --engine nixl-tcp --pages 128
   genlock bench transfer --json"""
 )
-@click.option("--engine", "engines", multiple=True, type=click.Choice(ENGINES), default=ENGINES, show_default=True)
+@click.option(
+    "--engine", "engines", multiple=True, type=click.Choice(ENGINES), default=ENGINES, show_default=True,
+    help="nixl: the fastest way there is, on one host CMA; nixl-tcp: the same library over TCP alone.",
+)  # fmt: skip
 @click.option("--page-bytes", multiple=True, type=click.IntRange(MIN_PAGE_BYTES), default=PAGE_BYTES, show_default=True)
 @click.option("--pages", multiple=True, type=click.IntRange(1, MAX_PAGES), default=PAGES, show_default=True)
 @click.option("--budget-s", type=click.FloatRange(0.01, 600), default=1.0, show_default=True, help="For each cell.")

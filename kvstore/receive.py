@@ -25,7 +25,7 @@ class PageOrder:
 
 @dataclass(frozen=True)
 class Pull:
-    """A copy under way: made by `PageReceiver.begin`, ended by `PageReceiver.finish`."""
+    """A copy under way: made by `PageReceiver.begin`, ended by `PageReceiver.end`."""
 
     peer: Peer
     orders: tuple[PageOrder, ...]
@@ -55,11 +55,17 @@ class PageReceiver:
         Raises StalePage or CorruptPage (not provable), LayoutMismatch, TransferError, TransferTimeout. The caller then
         retires the local pages; those that an engine may still write go into quarantine.
         """
-        if orders:
-            self.finish(self.begin(peer, orders, owner, expected), timeout_ms)
+        if not orders:
+            return
+        pull = self.begin(peer, orders, owner, expected)
+        try:
+            self.judge_data(pull, timeout_ms)
+            self.adopt(pull, timeout_ms)
+        finally:
+            self.end(pull)
 
     def begin(self, peer: Peer, orders: Sequence[PageOrder], owner: int, expected: ExpectedPages) -> Pull:
-        """The first half of `pull`: judges the descriptors and starts the copy. Every begun pull must be finished."""
+        """The first part of `pull`: judges the descriptors and starts the copy. Every begun pull must be ended."""
         guard, refs = self._guard, tuple(o.local for o in orders)
         self._judge(
             "descriptor", judge_descriptor,
@@ -73,14 +79,51 @@ class PageReceiver:
             raise
         return Pull(peer, tuple(orders), owner, expected, transfer)
 
-    def finish(self, pull: Pull, timeout_ms: int) -> None:
-        """The second half: waits for the copy, judges what arrived and adopts it."""
-        try:
-            self._finish(pull.peer, pull.orders, pull.owner, pull.expected, pull.transfer, timeout_ms)
-        finally:
-            with self._lock:
-                self._unproved.append((pull.transfer, tuple(o.local for o in pull.orders)))
-            self.sweep()
+    def judge_data(self, pull: Pull, timeout_ms: int) -> None:
+        """The second part: waits for the copy and judges the bytes that arrived."""
+        guard, orders = self._guard, pull.orders
+        state = pull.transfer.wait(timeout_ms)
+        if state is TransferState.FAILED:
+            raise TransferError("transfer_failed", "the transfer engine could not read the peer's pages")
+        if state is not TransferState.DONE:
+            raise TransferTimeout("transfer_timeout", f"pages did not arrive within {timeout_ms} ms")
+        refs = [order.local for order in orders]
+        headers = guard.landed_headers(refs, [order.desc.header() for order in orders])
+        self._judge(
+            "header", judge_header,
+            ((header, order.desc, pull.expected, guard.checks) for header, order in zip(headers, orders, strict=True)),
+        )  # fmt: skip
+        digests = guard.landed_digests(refs, pull.transfer.body_sums)
+        self._judge(
+            "digest", judge_digest,
+            ((digest, order.desc, guard.checks) for digest, order in zip(digests, orders, strict=True)),
+        )  # fmt: skip
+
+    def adopt(self, pull: Pull, timeout_ms: int) -> None:
+        """The third part: the source's tags, which must be read after the data, and then the pages are ours."""
+        guard, orders = self._guard, pull.orders
+        live = self._engine.read_tags(pull.peer, timeout_ms)
+        ids = [order.desc.ref.page_id for order in orders]
+        known = [page_id for page_id in ids if 0 <= page_id < len(live)]
+        tags = {page_id: Tag(*tag) for page_id, tag in zip(known, live[known].tolist(), strict=True)}
+        self._judge("source_tag", judge_source, ((tags, order.desc, guard.checks) for order in orders))
+        if guard.checks.quarantine and not self._quiet(pull.transfer):
+            raise TransferError("not_quiet", "the engine says done and has not proved that it stopped writing")
+        guard.adopt(
+            [
+                (o.local, PageHeader(o.local.tag, d.layout_fingerprint, d.first_position, d.valid_rows, d.prefix_key))
+                for o in orders
+                for d in (o.desc,)
+            ],
+            pull.owner,
+        )
+        guard.count("pages_received", len(orders))
+
+    def end(self, pull: Pull) -> None:
+        """The last part, however the others went: the pages stay on hold until the engine is proved quiet."""
+        with self._lock:
+            self._unproved.append((pull.transfer, tuple(o.local for o in pull.orders)))
+        self.sweep()
 
     def sweep(self) -> int:
         """Ends holds of transfers that have proved to be quiet. Call it now and then, also when idle. Returns how many
@@ -92,49 +135,6 @@ class PageReceiver:
                     self._unproved.remove(entry)
                     self._guard.prove(refs)
             return len(self._unproved)
-
-    def _finish(
-        self,
-        peer: Peer,
-        orders: Sequence[PageOrder],
-        owner: int,
-        expected: ExpectedPages,
-        transfer: Transfer,
-        timeout_ms: int,
-    ) -> None:
-        guard = self._guard
-        state = transfer.wait(timeout_ms)
-        if state is TransferState.FAILED:
-            raise TransferError("transfer_failed", "the transfer engine could not read the peer's pages")
-        if state is not TransferState.DONE:
-            raise TransferTimeout("transfer_timeout", f"pages did not arrive within {timeout_ms} ms")
-        refs = [order.local for order in orders]
-        headers = guard.landed_headers(refs, [order.desc.header() for order in orders])
-        self._judge(
-            "header", judge_header,
-            ((header, order.desc, expected, guard.checks) for header, order in zip(headers, orders, strict=True)),
-        )  # fmt: skip
-        digests = guard.landed_digests(refs, transfer.body_sums)
-        self._judge(
-            "digest", judge_digest,
-            ((digest, order.desc, guard.checks) for digest, order in zip(digests, orders, strict=True)),
-        )  # fmt: skip
-        live = self._engine.read_tags(peer, timeout_ms)
-        ids = [order.desc.ref.page_id for order in orders]
-        known = [page_id for page_id in ids if 0 <= page_id < len(live)]
-        tags = {page_id: Tag(*tag) for page_id, tag in zip(known, live[known].tolist(), strict=True)}
-        self._judge("source_tag", judge_source, ((tags, order.desc, guard.checks) for order in orders))
-        if guard.checks.quarantine and not self._quiet(transfer):
-            raise TransferError("not_quiet", "the engine says done and has not proved that it stopped writing")
-        guard.adopt(
-            [
-                (o.local, PageHeader(o.local.tag, d.layout_fingerprint, d.first_position, d.valid_rows, d.prefix_key))
-                for o in orders
-                for d in (o.desc,)
-            ],
-            owner,
-        )
-        guard.count("pages_received", len(orders))
 
     def _quiet(self, transfer: Transfer) -> bool:
         try:

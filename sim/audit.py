@@ -90,10 +90,9 @@ def _prefill(world: World, worker: PrefillWorker) -> None:
     for lease in core.leases._leases.values():
         leases.update(r.page_id for r in lease.refs)
     for page_id, slot in enumerate(guard.book_slots()):
-        if (slot.shares, slot.leases) != (shares[page_id], leases[page_id]):
-            laws.broken(
-                "counts_differ", f"{worker.name} page {page_id}: {slot}, {shares[page_id]} and {leases[page_id]} count"
-            )
+        counted = shares[page_id], leases[page_id], int(page_id in worker.steps.holding)
+        if (slot.shares, slot.leases, slot.holds) != counted:
+            laws.broken("counts_differ", f"{worker.name} page {page_id}: {slot}, {counted} count")
         if slot.state is SlotState.SEALED and slot.owner == CACHE_OWNER:
             _claim(world, worker, claims, page_id, CACHE_OWNER)
 
@@ -105,7 +104,11 @@ def _decode(world: World, worker: DecodeWorker) -> None:
         for ref in request.pages.refs:
             if guard.is_live(ref):
                 _claim(world, worker, claims, ref.page_id, request.request_no)
+    holds = Counter((*worker.landing(), *worker.steps.holding))
     for page_id, slot in enumerate(guard.book_slots()):
+        counted = 0, 0, holds[page_id]
+        if (slot.shares, slot.leases, slot.holds) != counted:
+            world.laws.broken("counts_differ", f"{worker.name} page {page_id}: {slot}, {counted} count")
         owned = slot.state in (SlotState.OPEN, SlotState.SEALED)
         if owned and slot.owner != HOG and page_id not in claims:
             world.laws.broken("two_owners", f"{worker.name} page {page_id} belongs to {slot.owner}, who has no use")

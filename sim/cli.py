@@ -10,7 +10,7 @@ import click
 
 from kvstore.checks import check_names
 from sim.controls import line, run_controls
-from sim.coverage import table
+from sim.coverage import rejects, table
 from sim.faults import sample_faults
 from sim.laws import LAWS
 from sim.minimise import minimise
@@ -145,6 +145,7 @@ def _tell(report: Report) -> None:
     click.echo("requests: " + _counts(report.outcomes))
     click.echo("faults injected: " + _counts(report.injected))
     click.echo("\n".join(["slot state x event, allowed/refused:", *table(report.cells)]))
+    click.echo("refused, by check: " + "; ".join(f"{n}: {_counts(c)}" for n, c in rejects(report.rejects).items()))
     click.echo("never reached: " + (", ".join(report.unreached()) or "nothing"))
     click.echo(f"violations: {report.violations}")
 

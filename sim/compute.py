@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvstore.guard import GuardedStep
 from kvstore.layout import HEADER_BYTES, AttentionKind, KvFormat, PageLayout
 from kvstore.tables import FLAG_KERNEL_READ, FLAG_KERNEL_WRITE, I64, U8
+from model.sampling import SamplingParams
 
 KV_BYTES = 16
 PAGE_TOKENS = 4
@@ -85,6 +86,13 @@ class Oracle:
         if position == len(self.tokens):
             self.tokens.append(next_token(kv, position - 1).token_id)
         return self.tokens[position]
+
+    def length(self, sampling: SamplingParams) -> int:
+        """How many tokens the whole answer has. Said here once more, since a rule that is shared with decode would
+        agree with its mistakes."""
+        last = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+        enough = range(max(sampling.min_tokens, 1), sampling.max_tokens)
+        return next((count for count in enough if self.answer(count - 1) in last), sampling.max_tokens)
 
 
 class Compute:

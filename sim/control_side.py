@@ -82,11 +82,12 @@ class Controller:
         self.life += 1
         self.alive = True
         self.state = State(self.desired, policy=POLICY)
+        self._written = self._world.list.now.desired  # what it knows of the list's cordons
         # A drain that is found begins again. One that its worker had not heard of is forgotten, and the next record
         # that the controller writes of the worker says so.
         for note in self._notes:
             if self._present(note) and not note.worker.admission.draining:
-                self._world.list.cordon(note.worker.name, False)
+                self._cordon(note.worker.name, False)
         self._notes = []
         self._heard: list[Observation] = [
             Found(w.name, Role(w.role), w.endpoint, w.guard.incarnation, draining=w.admission.draining)
@@ -105,7 +106,7 @@ class Controller:
     def cordon(self, worker: Worker) -> None:
         """For a while; a drain that began meanwhile keeps it."""
         if worker.alive and not self._noted(worker):
-            self._world.list.cordon(worker.name, True)
+            self._cordon(worker.name, True)
             self._world.heap.after(self._rng.randrange(10, 80), "uncordon", self._uncordon, worker, worker.life)
 
     def scale_down(self, worker: Worker) -> None:
@@ -195,9 +196,12 @@ class Controller:
 
     def _turn(self) -> None:
         world = self._world
+        self._sync()
         heard, self._heard = self._heard, []
         for seen in heard:
             self._count(seen)
+            row = self.state.rows.get(seen.worker_id)
+            world.tally.meet("worker", row.phase.lower() if row is not None else "unknown", type(seen).__name__)
         self.state = replace(self.state, desired=self.desired)
         self.state, actions = reconcile(self.state, world.heap.now_ms, heard)
         for seen in heard:
@@ -222,7 +226,10 @@ class Controller:
         told: list[Observation] = []
         for row in self.state.rows.values():
             worker = self._process(row.worker_id, row.life)
-            if not row.alive or not row.endpoint or self._world.dice.hit("status_lost"):
+            if not row.alive or not row.endpoint:
+                continue
+            if self._world.dice.hit("status_lost"):
+                told.append(Silent(row.worker_id, row.life, "late"))
                 continue
             if worker is None:
                 told.append(Silent(row.worker_id, row.life, "refused", refused=True))
@@ -261,6 +268,7 @@ class Controller:
         if world.dice.hit("start_fails"):
             self._hear(StartFailed(name, life, "there is no place"))
             return
+        self._sync()  # the new life is not cordoned, whatever an emptied list is reminded of
         worker = world.bring_up(name)
         self._lives[name, life] = worker.life
         self._hear(Started(name, life, worker.endpoint))
@@ -269,7 +277,7 @@ class Controller:
         world, worker = self._world, self._process(action.worker_id, action.life)
         if worker is None:
             return
-        world.list.cordon(worker.name, True)
+        self._cordon(worker.name, True)
         self._notes.append(DrainNote(worker, worker.life, action.deadline_ms))
         enough = action.deadline_ms - world.heap.now_ms >= ENOUGH_MS
         if world.dice.hit("drain_lost"):
@@ -311,6 +319,18 @@ class Controller:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _cordon(self, name: str, on: bool) -> None:
+        self._sync()
+        self._world.list.cordon(name, on)
+        self._sync()
+
+    def _sync(self) -> None:
+        """A list that was emptied is given back what this controller knows of it."""
+        listed = self._world.list
+        if listed.now.desired.revision < self._written.revision:
+            listed.set_cordoned(self._written.cordoned)
+        self._written = listed.now.desired
+
     def _scaled(self, role: str, by: int) -> bool:
         """Never below one worker, never above the shape's count."""
         most = self._world.shape.prefills if role == "prefill" else self._world.shape.decodes
@@ -337,6 +357,6 @@ class Controller:
         """By name, as an operator does it: a life that came meanwhile is meant too. A drain keeps its own cordon."""
         row = self.state.rows.get(worker.name)
         if worker.alive and not (row is not None and row.phase is Phase.DRAINING):
-            self._world.list.cordon(worker.name, False)
-        elif worker.name in self._world.list.entries:
+            self._cordon(worker.name, False)
+        elif worker.name in self._world.list.now.records:
             self._world.heap.after(20, "uncordon", self._uncordon, worker, life)

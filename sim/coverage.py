@@ -39,8 +39,45 @@ IMPOSSIBLE: dict[tuple[SlotState, SlotEvent], str] = {
 }
 
 
-def unreached(cells: Counter[Cell], reasons: Counter[str], faults: Counter[str]) -> list[str]:
-    """Names of what was never reached: `free x seal`, `digest: digest_mismatch`, `fault torn_page`."""
+# Where in a handoff its lease can end.
+GAPS = ("before the pull", "during the copy", "between data and tags", "before the release")
+
+# Of the states of a handoff as decode sees it, FAILED is left out: what comes after it finds the attempt closed.
+_HANDOFF = ("called", "accepted", "completed")
+_HANDOFF_EVENTS = ("accepted", "page", "completed", "end", "error")
+# A request at decode, by how far it has come; tokens come only after the handoff.
+_ENDS = ("cancelled", "deadline_exceeded", "failed")
+_REQUEST: dict[str, tuple[str, ...]] = {
+    "waiting": _ENDS, "handoff": _ENDS, "joined": ("token", "finished", "preempted", *_ENDS)
+}  # fmt: skip
+# A worker as the controller sees it at the beginning of a turn, and what it hears of it then.
+_HEARD = ("Told", "Silent", "Ended", "DrainAsked")
+_WORKER: dict[str, tuple[str, ...]] = {
+    "unknown": ("Found",),
+    "starting": ("Started", "StartFailed", *_HEARD),
+    "ready": _HEARD,
+    "degraded": _HEARD,
+    "draining": _HEARD,
+    "stopped": ("DrainAsked",),
+}
+
+
+def named_cells() -> list[str]:
+    """Cells beside those of the slots: states of handoffs, requests and workers with what can happen to them."""
+    made = [f"lease ends {gap}" for gap in GAPS]
+    made += [f"handoff {state} x {event}" for state in _HANDOFF for event in _HANDOFF_EVENTS]
+    made += [f"request {state} x {event}" for state, events in _REQUEST.items() for event in events]
+    return made + [f"worker {state} x {event}" for state, events in _WORKER.items() for event in events]
+
+
+def rejects(reasons: Counter[str]) -> dict[str, dict[str, int]]:
+    """For each check that refuses by a cause: how often it did."""
+    return {check: {why: reasons[why] for why in causes} for check, causes in REJECTS.items() if causes}
+
+
+def unreached(cells: Counter[Cell], reasons: Counter[str], faults: Counter[str], met: Counter[str]) -> list[str]:
+    """Names of what was never reached: `free x seal`, `digest: digest_mismatch`, `handoff called x end`,
+    `fault torn_page`."""
     seen = {(state, event) for state, event, _ in cells}
     missing = [
         f"{state} x {event}"
@@ -49,6 +86,7 @@ def unreached(cells: Counter[Cell], reasons: Counter[str], faults: Counter[str])
         if (state, event) not in seen and (state, event) not in IMPOSSIBLE
     ]
     missing += [f"{check}: {why}" for check, reasons_of in REJECTS.items() for why in reasons_of if not reasons[why]]
+    missing += [cell for cell in named_cells() if not met[cell]]
     return missing + [f"fault {site}" for site in site_names() if not faults[site]]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from decode.core import DecodeCore, DecodeLimits, Emitted, Finished, Outcome, Preempted, StartHandoff
-from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver
+from decode.core import DecodeCore, DecodeLimits, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
 from decode.peers import PeerTable
 from kvstore.errors import Cancelled, GenlockError, PageFault, TransferError, TransferTimeout, Unavailable
 from kvstore.guard import Published
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
+FINISH_MS = 3  # what a worker needs at most between the data and the source's tags
+
+
+_EVENTS: dict[type[object], str] = {Accepted: "accepted", PagePromised: "page", Completed: "completed"}
+
+
+def kind_of(outcome: Outcome[SimToken]) -> str:
+    """What happened to a request, as the coverage names it."""
+    if isinstance(outcome, Failed):
+        return outcome.error.reason if outcome.error.reason in ("cancelled", "deadline_exceeded") else "failed"
+    return {Emitted: "token", Finished: "finished", Preempted: "preempted"}[type(outcome)]
 
 
 @dataclass
@@ -39,7 +50,10 @@ class Copy:
     pull: Pull
     attempt: Attempt
     source_live: bool | None = None  # whether every source page was live when the last byte landed
+    arrived: bool = False  # its end was seen
     finished: bool = False
+    begun_ms: int = 0
+    quiet_ms: int | None = None  # when it could write no more and its end was known
 
 
 class DecodeWorker(Worker):
@@ -62,6 +76,7 @@ class DecodeWorker(Worker):
         self.registry = IncarnationRegistry()
         self.peers = PeerTable(self.engine, self.registry)
         self.requests: dict[int, Request] = {}
+        self.stages: dict[int, str] = {}  # how far each request has come, for the coverage
         self.attempts: dict[int, Attempt] = {}
         self.copies: list[Copy] = []  # not yet quiet
         self.steps = StepDriver(self)
@@ -95,6 +110,9 @@ class DecodeWorker(Worker):
             for order in copy.pull.orders
         )  # fmt: skip
 
+    def landing(self) -> list[int]:
+        return [order.local.page_id for copy in self.copies for order in copy.pull.orders]
+
     def _transfers(self) -> list[MemoryTransfer]:
         found = [c.pull.transfer for c in self.copies if not c.pull.transfer.quiesced()]
         return [t for t in found if isinstance(t, MemoryTransfer)]
@@ -111,6 +129,7 @@ class DecodeWorker(Worker):
             world.on_end(request, error)
             return
         self.requests[number] = request
+        self.stages[number] = "waiting"
         request.at_decode = (self, self.life, number)
         self.steps.kick()
 
@@ -124,18 +143,21 @@ class DecodeWorker(Worker):
     def deliver(self, outcomes: Sequence[Outcome[SimToken]]) -> None:
         world = self.world
         for outcome in outcomes:
-            request = self.requests[outcome.request_no]
+            number = outcome.request_no
+            request = self.requests[number]
+            world.tally.meet("request", self.stages[number], kind_of(outcome))
             if isinstance(outcome, Emitted):
                 world.on_token(request, outcome.token.token_id)
                 continue
-            attempt = self.attempts.pop(outcome.request_no, None)
+            attempt = self.attempts.pop(number, None)
             if attempt is not None:
                 attempt.close()
             if isinstance(outcome, Preempted):
                 world.tally.reasons["preempted"] += 1
                 request.preempted = True
+                self.stages[number] = "waiting"
                 continue
-            del self.requests[outcome.request_no]
+            del self.requests[number], self.stages[number]
             error = None if isinstance(outcome, Finished) else outcome.error
             if error is not None:
                 world.tally.reasons[error.reason] += 1
@@ -150,6 +172,7 @@ class DecodeWorker(Worker):
             assert route is not None, "it came by a route"
             attempt = Attempt(self, start, route.prefill, route.prefill_endpoint)
             self.attempts[start.request_no] = attempt
+            self.stages[start.request_no] = "handoff"
             attempt.open()
         plan, outcomes = self.core.plan(self.now)
         self.deliver(outcomes)
@@ -165,8 +188,12 @@ class DecodeWorker(Worker):
     def housekeeping(self) -> None:
         if self.receiver.unproved_transfers:
             self.receiver.sweep()
-        self.copies = [c for c in self.copies if not (c.finished and c.pull.transfer.quiesced())]
+        self.drop_proved()
         self.deliver(self.core.expire(self.now))
+
+    def drop_proved(self) -> None:
+        """After each sweep: the copies that are left are exactly those that hold pages."""
+        self.copies = [c for c in self.copies if not (c.finished and c.pull.transfer.quiesced())]
 
 
 class Attempt:
@@ -205,13 +232,14 @@ class Attempt:
     def on_event(self, event: HandoffEvent[SimToken]) -> None:
         if self.closed:
             return
+        self.world.tally.meet("handoff", self.rules.state, _EVENTS[type(event)])
         try:
             order = self.rules.on_event(event)
             if isinstance(event, Accepted):
                 self._peer = self.decode.peers.connect(self.prefill.name, event.export)
                 self._renew_later(event)
         except GenlockError as error:
-            self.fail(error)
+            self._refused(error)
             return
         if order is not None:
             self._orders.append(order)
@@ -223,10 +251,11 @@ class Attempt:
     def on_end(self, error: GenlockError | None) -> None:
         if self.closed:
             return
+        self.world.tally.meet("handoff", self.rules.state, "error" if error else "end")
         try:
             self.rules.on_end(error)
         except GenlockError as ended:
-            self.fail(ended)
+            self._refused(ended)
             return
         if self.rules.completed is None:  # only a control gets here: an end taken for completion
             if not self.rules.ready:
@@ -256,45 +285,75 @@ class Attempt:
             self._pulling = False
             return
         assert self._peer is not None, "pages are only promised after the handoff was accepted"
-        world.starting = (self.prefill, decode)
+        self._lease_may_end("before the pull")
+        world.copies.starting = (self.prefill, decode)
         world.land()  # the fabric's clock is what its copies start from
         try:
             pull = decode.receiver.begin(self._peer, batch, self.request_no, self.start.expected)
         except GenlockError as error:
             self._pulling = False
             self._lose(error)
-            self.fail(error)
+            self._refused(error)
             return
-        world.judge_begun(self._peer, batch, self.start.expected)
-        copy = Copy(pull, self)
+        world.copies.judge_begun(self._peer, batch, self.start.expected)
+        copy = Copy(pull, self, begun_ms=world.heap.now_ms)
         decode.copies.append(copy)
         assert isinstance(pull.transfer, MemoryTransfer)
         due = pull.transfer.due_ms
         wait = PULL_TIMEOUT_MS if due is None else max(0, min(due - world.heap.now_ms, PULL_TIMEOUT_MS))
-        if world.last_ending not in (Ending.HONEST, Ending.DROP):
+        if world.copies.last_ending not in (Ending.HONEST, Ending.DROP):
             wait = world.dice.stream("pulls").randrange(wait + 1)
+        if world.dice.hit("lease_expires"):
+            decode.later(world.dice.stream("lease_expires/when").randrange(wait + 1), "lease", self._end_lease, copy)
         if due is not None:
             world.heap.after(due - world.heap.now_ms, "land", world.land)
-        decode.later(wait, "pulled", self._finish, copy)
+        decode.later(wait, "pulled", self._judge_data, copy)
 
-    def _finish(self, copy: Copy) -> None:
-        world, decode, batch = self.world, self.decode, copy.pull.orders
+    def _judge_data(self, copy: Copy) -> None:
+        """The pull's thread works on, whether or not its request has ended."""
+        world, decode = self.world, self.decode
         world.land()
-        copy.finished, self._pulling = True, False
-        world.tally.operations["verify"] += len(batch)
+        copy.arrived = True
+        world.tally.operations["verify"] += len(copy.pull.orders)
         try:
-            decode.receiver.finish(copy.pull, 0)
+            decode.receiver.judge_data(copy.pull, 0)
         except GenlockError as error:
+            self._end_copy(copy)
             self._lose(error)
-            if not self.closed:
-                self.fail(error)
+            self._refused(error)
             return
-        world.judge_adopted(copy)
+        self._lease_may_end("between data and tags")
+        decode.later(world.dice.stream("tags").randrange(FINISH_MS + 1), "tags", self._adopt, copy)
+
+    def _adopt(self, copy: Copy) -> None:
+        world, decode, batch = self.world, self.decode, copy.pull.orders
+        try:
+            decode.receiver.adopt(copy.pull, 0)
+        except GenlockError as error:
+            self._end_copy(copy)
+            self._lose(error)
+            self._refused(error)
+            return
+        self._end_copy(copy)
+        world.copies.judge_adopted(copy)
         if self.closed:
             return
         self.rules.verified(batch)
         self._pull_soon()
         self._check_ready()
+
+    def _end_copy(self, copy: Copy) -> None:
+        copy.finished, self._pulling = True, False
+        self.decode.receiver.end(copy.pull)
+        self.decode.drop_proved()
+
+    def _lease_may_end(self, gap: str) -> None:
+        if self.world.dice.hit("lease_expires"):
+            self.world.mischief.end_lease(self, gap)
+
+    def _end_lease(self, copy: Copy) -> None:
+        if not copy.arrived:
+            self.world.mischief.end_lease(self, "during the copy")
 
     def _lose(self, error: GenlockError) -> None:
         """As the shell does: a read that failed by itself forgets the connection."""
@@ -308,8 +367,11 @@ class Attempt:
         ends = finish_reason(done.first.token_id, ticket.generated_tokens + 1, ticket.sampling, (EOS,)) is not None
         if not (self.rules.ready or ends):
             return
+        if self.rules.ready:
+            self._lease_may_end("before the release")
         self._release(suspect=False)
         self.decode.attempts.pop(self.request_no, None)
+        self.decode.stages[self.request_no] = "joined"
         self.closed = True
         if self._call is not None:  # it stays open for the release to arrive
             self.decode.later(HANG_UP_MS, "hang-up", self.world.net.hang_up, self._call)
@@ -317,6 +379,12 @@ class Attempt:
         self.decode.steps.kick()
 
     # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _refused(self, error: GenlockError) -> None:
+        """A check said no; where the request has ended already nobody else is told."""
+        self.world.tally.rejects[error.reason] += 1
+        if not self.closed:
+            self.fail(error)
 
     def fail(self, error: GenlockError) -> None:
         self.world.tally.reasons[error.reason] += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 ARMED_SHARE = 0.25  # chance that a site is armed in a seed
 CALM_SHARE = 0.06  # chance that a seed has no fault at all
 _RATES = (0.005, 0.02, 0.06)
-_SELDOM = frozenset(("drain_lost", "start_fails", "end_unheard"))  # few opportunities in a run
+_SELDOM = frozenset(("drain_lost", "start_fails", "end_unheard", "clock_skew"))  # few opportunities in a run
 _SELDOM_RATES = (0.1, 0.2, 0.5)
 
 
@@ -53,6 +53,7 @@ class Faults:
     cancel_lost: float = 0.0
     cancel_twice: float = 0.0
     unknown_command: float = 0.0
+    lease_expires: float = 0.0
     # callers
     client_cancel: float = 0.0
     client_repeat: float = 0.0
@@ -71,6 +72,7 @@ class Faults:
     list_lost: float = 0.0
     list_unread: float = 0.0
     list_late: float = 0.0
+    list_emptied: float = 0.0
     cordon: float = 0.0
     scale_down: float = 0.0
     drain_short: float = 0.0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cluster.gateway.fleet import Claim, Fleet, FleetPolicy, Ledger, release_all
+from cluster.gateway.watch import View, follow
+from cluster.registry.records import Desired, WorkerRecord
 from cluster.roles import Role
 from cluster.router import Route, WorkerView, route_many
 from genlock.v1 import worker_pb2
@@ -22,39 +25,53 @@ LOOK_AGAIN_MS = 5
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One worker of the list."""
+class Listed:
+    """What one reading of the list gives. `version` counts changes, so that a late reading is known to be old."""
 
-    role: Role
-    endpoint: str
-    cordoned: bool = False
+    version: int = 0
+    records: Mapping[str, WorkerRecord] = field(default_factory=lambda: MappingProxyType({}))
+    desired: Desired = field(default_factory=Desired)
 
 
 class WorkerList:
     """Who there is, where, and who is cordoned: what a registry tells gateways. `up` False: nobody can read it."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.revision = 0
+        self.now = Listed()
         self.up = True
+        self._revisions = 0  # never come again, though the list forgets the last one when it is emptied
+
+    @property
+    def cordoned(self) -> frozenset[str]:
+        return self.now.desired.cordoned
 
     def put(self, worker: Worker) -> None:
         """A new life of a worker; it is not cordoned."""
-        self._set({**self.entries, worker.name: Entry(Role(worker.role), worker.endpoint)})
+        self.beat(worker)
+        self.cordon(worker.name, False)
 
-    def cordon(self, name: str, on: bool) -> int:
-        """Returns the revision from which on readers know it."""
-        entry = self.entries.get(name)
-        if entry is not None and entry.cordoned is not on:
-            self._set({**self.entries, name: replace(entry, cordoned=on)})
-        return self.revision
+    def beat(self, worker: Worker) -> None:
+        """A living worker tells that it is there."""
+        record = WorkerRecord(worker.name, Role(worker.role), worker.endpoint, worker.guard.incarnation, "")
+        self._set({**self.now.records, worker.name: record}, self.now.desired)
+
+    def cordon(self, name: str, on: bool) -> None:
+        if on is not (name in self.cordoned):
+            self.set_cordoned(self.cordoned | {name} if on else self.cordoned - {name})
+
+    def set_cordoned(self, names: frozenset[str]) -> None:
+        self._revisions += 1
+        self._set(self.now.records, Desired(self._revisions, cordoned=names))
 
     def drop(self, name: str) -> None:
-        self._set({key: entry for key, entry in self.entries.items() if key != name})
+        self._set({key: record for key, record in self.now.records.items() if key != name}, self.now.desired)
 
-    def _set(self, entries: dict[str, Entry]) -> None:
-        self.entries = entries  # never changed in place: a reader's copy stays what it was
-        self.revision += 1
+    def empty(self) -> None:
+        """The store was flushed: it answers, and has nothing."""
+        self._set({}, Desired())
+
+    def _set(self, records: Mapping[str, WorkerRecord], desired: Desired) -> None:
+        self.now = Listed(self.now.version + 1, MappingProxyType(dict(records)), desired)
 
 
 class Gateway:
@@ -66,7 +83,7 @@ class Gateway:
         self.life = 0
         self.start()
         if world.list.up:  # as production does: no request is taken before one look at everybody
-            self._take_list(world.list.revision, world.list.entries)
+            self._take_list(world.list.now)
             for record in list(self.fleet.workers.values()):
                 self._answered(record.worker_id, record.endpoint, self._status(record.worker_id, record.endpoint))
 
@@ -77,8 +94,10 @@ class Gateway:
         self.alive = True
         self.fleet = Fleet(FleetPolicy(request_limit=limits.max_running + limits.max_waiting))
         self.ledger = Ledger()
-        self.revision = 0
+        self.version = 0
+        self._view = View()
         self.told: dict[str, str] = {}
+        self.cordons: tuple[int, frozenset[str]] = 0, frozenset()  # with their revision
         self._endpoints: dict[str, str] = {}
         self._claims: dict[int, tuple[Claim, Claim]] = {}
         self._round_no = 0
@@ -119,15 +138,11 @@ class Gateway:
         if isinstance(error, Unavailable) and self.alive:
             self._look_again()
 
-    def quiet_about(self, name: str, revision: int) -> bool:
-        """It has read the list of `revision`, and none of its requests is at the worker."""
-        return not self.alive or (self.revision >= revision and name not in self.ledger.loads)
-
     def _judge(self, views: tuple[WorkerView, ...], chosen: list[Route]) -> None:
         laws = self.world.laws
         for route in chosen:
             for view in (route.decode, route.prefill):
-                why = self.told.get(view.worker_id)
+                why = "cordoned" if view.worker_id in self.cordons[1] else self.told.get(view.worker_id)
                 if why is not None:
                     laws.broken("routed_to_cordoned", f"{self.name} to {view.worker_id}, which is {why}")
             ours, theirs = route.decode.layout_fingerprint, route.prefill.layout_fingerprint
@@ -181,7 +196,7 @@ class Gateway:
         dice, rng, now_ms = world.dice, world.dice.stream("polls"), world.heap.now_ms
         if world.list.up and not dice.hit("list_unread"):
             delay = rng.randrange(1, 4) + (rng.randrange(60) if dice.hit("list_late") else 0)
-            self._later(delay, "poll", self._take_list, world.list.revision, world.list.entries)
+            self._later(delay, "poll", self._take_list, world.list.now)
         prompt = []
         for record in self.fleet.workers.values():
             name, endpoint = record.worker_id, record.endpoint
@@ -224,18 +239,21 @@ class Gateway:
         """Whether an answer is about the worker that the last list named: news of a former place is no news."""
         return self._endpoints.get(name) == endpoint
 
-    def _take_list(self, revision: int, entries: dict[str, Entry]) -> None:
-        if revision <= self.revision:
+    def _take_list(self, listed: Listed) -> None:
+        """Production's own rule decides who stays. What the simulator notes beside it: who is cordoned by the newest
+        revision that was read, and who is new or gone."""
+        if listed.version <= self.version:
             return
-        self.revision = revision
-        known = {name: record.endpoint for name, record in self.fleet.workers.items()}
-        open_now = {name: entry for name, entry in entries.items() if not entry.cordoned}
-        self._endpoints = {name: entry.endpoint for name, entry in open_now.items()}
-        for name in sorted(known.keys() - open_now.keys()):
-            self.fleet = self.fleet.removed(name)
-        for name, entry in open_now.items():
-            if known.get(name) != entry.endpoint:
-                self.fleet = self.fleet.added(name, entry.role, entry.endpoint)
+        self.version = listed.version
+        if listed.desired.revision >= self.cordons[0]:
+            self.cordons = listed.desired.revision, listed.desired.cordoned
+        for name, record in listed.records.items():
+            if self._endpoints.get(name) != record.endpoint:
+                self._endpoints[name] = record.endpoint
                 self.told[name] = "not asked yet"
-        for name in sorted(self.world.names - open_now.keys()):
-            self.told[name] = "cordoned" if name in entries else "gone"
+        for name in self.world.names - listed.records.keys():
+            if self.told.get(name) == "unreachable":  # one that answers is there, whatever the list has lost
+                self.told[name] = "gone"
+                self._endpoints.pop(name, None)
+        done = follow(self.fleet, self._view, tuple(listed.records.values()), listed.desired)
+        self.fleet, self._view = done.fleet, done.view

@@ -13,8 +13,10 @@ from kvstore.errors import GenlockError
 
 LAWS: dict[str, str] = {
     "wrong_token": "a token that left differs from the oracle's",
+    "wrong_length": "an answer that ended well has fewer tokens than the oracle's, or an answer has more",
     "token_after_end": "a token left after the request had ended",
     "ended_twice": "a request ended twice",
+    "overdue": "a request, a handoff, a copy or a lease went on after its due time, or had none",
     "never_ended": "a request did not end after the faults had stopped",
     "not_in_service": "a request that was sent after all faults had ended was not answered",
     "failed_without_fault": "a request failed although nothing went wrong",

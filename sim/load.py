@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode.core import DecodeLimits
 from model.sampling import SamplingParams
 from model.ticket import Ticket
 from prefill.core import PrefillLimits
-from sim.compute import PAGE_TOKENS, VOCABULARY
+from sim.compute import PAGE_TOKENS, VOCABULARY, Oracle
 
 CONTEXT_TOKENS = 96
 # Seeds from here on play large worlds: long prompts and answers, pools of hundreds of pages.
@@ -92,10 +92,22 @@ def draw_wishes(seed: int, shape: Shape) -> list[Wish]:
         sampling = SamplingParams(
             max_tokens=rng.choice((1, 2, 6, 12, 30 * min(scale, 3))), ignore_eos=rng.random() < 0.3
         )
+        sampling = _with_ends(seed, number, prompt, sampling)
         ticket = Ticket(rng.randbytes(16), rng.choice(_TENANTS), prompt, sampling, "sim", "sim")
         gateway, answers = rng.randrange(shape.gateways), rng.choice((1, 1, 1, 1, 1, 2))
         wishes.append(Wish(number, at_ms, gateway, answers, ticket, 5000, rng.randrange(120)))
     return wishes
+
+
+def _with_ends(seed: int, number: int, prompt: tuple[int, ...], sampling: SamplingParams) -> SamplingParams:
+    """Some requests stop at a token that their answer has, some not before so many tokens."""
+    rng = random.Random(f"{seed}/ends/{number}")
+    if rng.random() < 0.2:
+        token = Oracle(prompt).answer(rng.randrange(sampling.max_tokens))
+        sampling = replace(sampling, stop_token_ids=(token,))
+    if rng.random() < 0.15:
+        sampling = replace(sampling, min_tokens=rng.randrange(sampling.max_tokens + 1))
+    return sampling
 
 
 def draw_probe(seed: int, gateway: int) -> Wish:

@@ -11,7 +11,7 @@ from kvstore.header import PageHeader
 from kvstore.ids import PageRef
 from kvstore.lifecycle import Slot, SlotState
 from kvstore.registry import IncarnationRegistry
-from sim.decode_side import DecodeWorker
+from sim.decode_side import Attempt, DecodeWorker
 from sim.gateway_side import Gateway
 from sim.prefill_side import PrefillWorker
 from sim.watch import WatchedGuard
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PERIOD_MS = 10
 RESTART_MS = 15
+BEAT_MS = 40  # so soon a living worker registers again
 HOG = 1 << 40  # owner numbers that no request has
 STRANGER = HOG + 1
 RUDE_CALLS = 12
@@ -60,6 +61,19 @@ class Mischief:
         for ref in refs:
             guard.rot(ref.page_id, 140 + self._rng.randrange(40), 3)
         guard.retire(refs, HOG)
+
+    def end_lease(self, attempt: Attempt, gap: str) -> None:
+        """Time runs out for a handoff's promise in one of its gaps; half of the times its pages are taken at once."""
+        prefill, accepted = attempt.prefill, attempt.rules.accepted
+        if accepted is None or not prefill.alive:
+            return
+        promised = accepted.handoff_id in prefill.core.leases
+        if self._dice.stream("lease_expires/how").random() < 0.5:
+            self._expire(prefill)
+        else:
+            self.recycle_source(prefill)
+        if promised and accepted.handoff_id not in prefill.core.leases:
+            self._world.tally.met[f"lease ends {gap}"] += 1
 
     def _expire(self, prefill: PrefillWorker) -> None:
         """The worker's clock runs ahead for a moment."""
@@ -107,6 +121,11 @@ class Mischief:
         if dice.hit("list_lost") and world.list.up:
             world.list.up = False
             world.heap.after(rng.randrange(20, 150), "list-back", self._list_back)
+
+        if dice.hit("list_emptied"):
+            world.list.empty()
+            for worker in world.workers:
+                worker.later(dice.stream("list_emptied/beat").randrange(1, BEAT_MS), "beat", world.list.beat, worker)
 
     def _again(self) -> None:
         if not self._world.controller.alive:

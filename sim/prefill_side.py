@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from decode.handoff import Accepted, Completed, PagePromised
@@ -35,6 +35,7 @@ class PrefillWorker(Worker):
         world = self.world
         self.begin_life(self.layout, world.shape.prefill_slots)
         self.calls: dict[int, Call] = {}
+        self.promised_ms: dict[bytes, int] = {}  # when each handoff was last promised anything, in true time
         self.core: PrefillCore[SimToken] = PrefillCore(
             self.guard, world.keyer, self.limits, world.dice.stream("ids").randbytes
         )
@@ -69,6 +70,7 @@ class PrefillWorker(Worker):
             return
         call.request_no, call.handoff_id = seq.request_no, seq.handoff_id
         self.calls[seq.request_no] = call
+        self.promised_ms[seq.handoff_id] = self.world.heap.now_ms
         accepted = Accepted(seq.handoff_id, ticket.ticket_id, self.guard.export, self.limits.lease_ms)
         self.world.net.send(call, accepted)
         self.steps.kick()
@@ -85,7 +87,11 @@ class PrefillWorker(Worker):
             self.on_cancel(call)
 
     def on_renew(self, call: Call, handoff_id: bytes) -> None:
-        self._known(call, lambda: self.core.renew(handoff_id, self.now))
+        def work() -> None:
+            self.core.renew(handoff_id, self.now)
+            self.promised_ms[handoff_id] = self.world.heap.now_ms
+
+        self._known(call, work)
 
     def on_release(self, call: Call, handoff_id: bytes, suspect: bool) -> None:
         def work() -> None:
@@ -96,9 +102,9 @@ class PrefillWorker(Worker):
         self.calls.pop(call.request_no, None)
         self.steps.kick()
 
-    def _known(self, call: Call, work: object) -> None:
+    def _known(self, call: Call, work: Callable[[], None]) -> None:
         try:
-            work()  # type: ignore[operator] # a local closure
+            work()
         except NotFound as error:
             self.world.tally.reasons[error.reason] += 1
             self.world.net.end(call, error)
@@ -130,6 +136,7 @@ class PrefillWorker(Worker):
                     del self.calls[event.request_no]
                 continue
             if isinstance(event, PageSealed) and seq is not None:
+                self.promised_ms[seq.handoff_id] = self.world.heap.now_ms
                 self._judge(seq, event)
             if call is None:
                 continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from kvstore.checks import ALL_CHECKS
-from sim.coverage import unreached
+from sim.coverage import rejects, unreached
 from sim.faults import Faults, sample_faults
 from sim.laws import LAWS, Violation
 from sim.watch import Cell
@@ -36,7 +36,8 @@ class RunResult:
     operations: Counter[str]
     injected: Counter[str]
     cells: Counter[Cell]
-    reasons: Counter[str]
+    rejects: Counter[str]
+    met: Counter[str]
     outcomes: Counter[str]
 
 
@@ -53,7 +54,8 @@ class Report:
     operations: Counter[str] = field(default_factory=Counter)
     injected: Counter[str] = field(default_factory=Counter)
     cells: Counter[Cell] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
+    rejects: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -76,7 +78,7 @@ class Report:
         self._count(other)
 
     def unreached(self) -> list[str]:
-        return unreached(self.cells, self.reasons, self.injected)
+        return unreached(self.cells, self.rejects, self.injected, self.met)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -86,6 +88,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "faults": dict(sorted(self.injected.items())),
             "unreached": self.unreached(),
+            "rejects": rejects(self.rejects),
         }
 
     def _fail(self, seed: int, violation: Violation) -> None:
@@ -99,7 +102,8 @@ class Report:
         self.operations.update(other.operations)
         self.injected.update(other.injected)
         self.cells.update(other.cells)
-        self.reasons.update(other.reasons)
+        self.rejects.update(other.rejects)
+        self.met.update(other.met)
         self.outcomes.update(other.outcomes)
 
 
@@ -125,7 +129,7 @@ def run(
     tally = world.tally
     return RunResult(
         seed, world.heap.trace(), violations, world.heap.events, tally.operations, world.dice.injected, tally.cells,
-        tally.reasons, world.facts(),
+        tally.rejects, tally.met, world.facts(),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +34,7 @@ class Stepping(Protocol):
 
     def later(self, delay_ms: int, name: str, call: Callable[..., None], *args: Any) -> None: ...
     def abandon(self, request_no: int) -> None: ...
+    def landing(self) -> Collection[int]: ...
     def turn(self) -> StepPlan | None: ...
     def apply(self, plan: StepPlan, published: Sequence[Published[SimToken]]) -> None: ...
 
@@ -51,6 +52,7 @@ class StepDriver:
         self._results: list[Published[SimToken]] = []
         self._context: AbstractContextManager[GuardedStep] | None = None
         self.writing: set[int] = set()  # slots that the step under way may still write
+        self.holding: set[int] = set()  # slots that the step under way keeps from being handed out
 
     @property
     def idle(self) -> bool:
@@ -126,7 +128,7 @@ class StepDriver:
 
     def _leave(self) -> None:
         assert self._context is not None
-        self.writing = set()
+        self.writing, self.holding = set(), set()
         self._context.__exit__(None, None, None)
         self._context = None
 
@@ -174,14 +176,20 @@ class StepDriver:
         tokens = guard.layout.page_tokens
         self._worker.world.tally.operations["verify"] += sum(len(r.pages.refs) for r in step.plan.rows)
         for row, flags in zip(step.plan.rows, step.arrays.flags_B.tolist(), strict=True):
+            written = row.pages.refs[row.first_position // tokens : (row.context_len - 1) // tokens + 1]
+            if self._worker.world.checks.write and all(self._claimable(ref, row) for ref in written):
+                self.holding.update(ref.page_id for ref in written)
             if flags:
                 continue
             if not all(map(guard.is_live, row.pages.refs)):
                 laws.broken("stale_row_admitted", f"{self._worker.name} row of request {row.request_no}")
-            written = row.pages.refs[row.first_position // tokens : (row.context_len - 1) // tokens + 1]
             self.writing.update(ref.page_id for ref in written)
             if not all(self._writable(ref, row) for ref in written):
                 laws.broken("unwritable_row_admitted", f"{self._worker.name} row of request {row.request_no}")
+
+    def _claimable(self, ref: PageRef, row: PlanRow) -> bool:
+        """A step takes its own open pages, and none that a copy may write."""
+        return self._writable(ref, row) and ref.page_id not in self._worker.landing()
 
     def _writable(self, ref: PageRef, row: PlanRow) -> bool:
         slot = self._worker.guard.book_slot(ref.page_id)
@@ -194,6 +202,7 @@ class StepDriver:
         for row, result in zip(plan.rows, published, strict=True):
             if result.error is not None:
                 world.tally.reasons[result.error.reason] += 1
+                world.tally.rejects[result.error.reason] += 1
             elif not all(map(guard.is_live, row.pages.refs)):
                 world.laws.broken("published_stale", f"{self._worker.name} request {row.request_no}")
 

@@ -30,6 +30,11 @@ class Tally:
         self.operations: Counter[str] = Counter()
         self.cells: Counter[Cell] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.rejects: Counter[str] = Counter()  # causes by which a check refused something, once for each refusal
+        self.met: Counter[str] = Counter()  # cells of sim/coverage.py, by name
+
+    def meet(self, group: str, state: str, event: str) -> None:
+        self.met[f"{group} {state} x {event}"] += 1
 
 
 class WatchedGuard(Guard):
@@ -144,6 +149,7 @@ class WatchedGuard(Guard):
             result = call()
         except GenlockError as error:
             self.tally.reasons[error.reason] += 1
+            self.tally.rejects[error.reason] += 1
             for slot in before:
                 self.tally.cells[slot.state, event, False] += 1
             if before != [slots[r.page_id] for r in refs if 0 <= r.page_id < len(slots)]:

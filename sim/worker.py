@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class Worker:
         self.life = 0
         self.alive = False
         self.skew_ms = 0
+        self.behind_ms = 0  # how far its clock has jumped back in all
         if world.dice.hit("clock_skew"):
             self.skew_ms = world.dice.stream("clock_skew/by").randrange(60_000)
 
@@ -102,6 +103,10 @@ class Worker:
         """Whether a step or a copy may still write the slot."""
         return page_id in self.steps.writing
 
+    def landing(self) -> Collection[int]:
+        """Slots that copies still hold, once for each."""
+        return ()
+
     def begin_life(self, layout: PageLayout, slots: int) -> None:
         world = self.world
         self.life += 1
@@ -134,6 +139,8 @@ class Worker:
 
     def _tick(self) -> None:
         if self.world.dice.hit("clock_jump"):
-            self.skew_ms += self.world.dice.stream("clock_jump/by").choice((-300, 200, 1000))
+            by_ms = self.world.dice.stream("clock_jump/by").choice((-300, 200, 1000))
+            self.skew_ms += by_ms
+            self.behind_ms += max(0, -by_ms)
         self.tick()
         self.schedule_tick()

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, KeysView, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from cluster.control.core import unsettled
 from cluster.router import Route
 from decode.core import DecodeLimits
 from kvstore.checks import Checks
-from kvstore.descriptor import PageDescriptor
 from kvstore.digest import Digester
 from kvstore.errors import GenlockError, InvalidInput, NoCapacity, Unavailable
 from kvstore.keys import PrefixIdentity, PrefixKeyer
 from kvstore.layout import PageLayout
-from kvstore.receipt import ExpectedPages
-from kvstore.receive import PageOrder
-from kvstore.transfer.base import PagePair, Peer
-from kvstore.transfer.faults import BitFlip, Ending, FaultHooks, TransferFaults, TransferInfo
-from kvstore.transfer.memory import MemoryTransfer
+from kvstore.transfer.faults import FaultHooks
 from model.ticket import Ticket
-from sim import audit
+from sim import audit, deadlines
 from sim.compute import Oracle, small_layouts
 from sim.control_side import Controller
-from sim.decode_side import Copy, DecodeWorker
+from sim.copies import Copies
+from sim.decode_side import DecodeWorker
 from sim.events import Heap
 from sim.faults import Dice, Faults
 from sim.gateway_side import Gateway, WorkerList
@@ -41,7 +39,8 @@ CALM_AFTER_MS = 150  # faults stop so long after the last request
 PROBE_AFTER_MS = 100  # time for every gateway to look at every worker again
 LIMIT_MS = 17_000  # more than the longest request, and then the longest drain
 HEAVY_EVERY = 32
-_QUIET = frozenset(("tick", "poll", "drain"))  # events that touch no page of their own
+SUBMIT_MS = 1
+EVERY_EVENT_SHARE = 0.1  # of the seeds, whose books are audited in full after every event
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class Request:
     oracle: Oracle
     gateway: Gateway
     gateway_life: int
+    due_ms: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     error: GenlockError | None = None
@@ -88,6 +88,11 @@ class Request:
     @property
     def most_tokens(self) -> int:
         return self.ticket.prompt_tokens + self.ticket.sampling.max_tokens
+
+    @cached_property
+    def whole(self) -> int:
+        """How many tokens the answer has when nothing cuts it short."""
+        return self.oracle.length(self.ticket.sampling)
 
 
 class World:
@@ -102,7 +107,7 @@ class World:
         *,
         laws: frozenset[str] = frozenset(LAWS),
         only: Collection[int] | None = None,
-        heavy_every: int = HEAVY_EVERY,
+        heavy_every: int | None = None,
     ) -> None:
         self.seed, self.kit, self.checks = seed, kit, checks
         self.heap = Heap()
@@ -113,18 +118,17 @@ class World:
         layout = kit.layouts[self.shape.layout]
         # The same identity everywhere: a worker with another layout then differs in nothing but its layout.
         self.keyer = PrefixKeyer(SECRET, PrefixIdentity("sim", "sim", layout.fingerprint))
-        self.fabric = WatchedFabric(self._copy_ended, self._again_ms, self._land_later)
-        self.fabric.plan = self._plan_copy
-        self.fabric.hooks = FaultHooks(between_halves=self._between_halves)
-        self.last_ending = Ending.HONEST
-        self.starting: tuple[PrefillWorker, DecodeWorker] | None = None
+        self.copies = Copies(self)
+        self.fabric = WatchedFabric(self.copies.ended, self.copies.again_ms, self._land_later)
+        self.fabric.plan = self.copies.plan
+        self.fabric.hooks = FaultHooks(between_halves=self.copies.between_halves)
         self.net = Net(self)
         self.incarnations: set[int] = set()
         self.list = WorkerList()
         self.partition: tuple[str, str, int] = ("", "", 0)
         self.requests: list[Request] = []
         self._oracles: dict[tuple[int, ...], Oracle] = {}
-        self._heavy_every = heavy_every
+        self._heavy_every = heavy_every or _heavy_every(seed)
         self.prefills = [PrefillWorker(self, i, self.shape.prefill_limits) for i in range(self.shape.prefills)]
         self.decodes = [DecodeWorker(self, i, self._decode_limits()) for i in range(self.shape.decodes)]
         self.workers: list[Worker] = [*self.prefills, *self.decodes]
@@ -154,7 +158,7 @@ class World:
         return self.kit.layouts[place % len(self.kit.layouts)], tells
 
     @property
-    def names(self) -> Collection[str]:
+    def names(self) -> KeysView[str]:
         """Every name that a worker has or had."""
         return self._by_name.keys()
 
@@ -211,11 +215,11 @@ class World:
     def _play(self) -> None:
         heap, heavy = self.heap, self._heavy_every
         while not self.finished():
-            name = heap.run_next()
-            if name not in _QUIET:
-                audit.light(self)
+            heap.run_next()
+            audit.light(self)
             if heap.events % heavy == 0:
                 audit.heavy(self)
+                deadlines.judge(self)
                 self.controller.judge_overdue()
             if not self.dice.over and heap.now_ms >= self.calm_ms:
                 self.mischief.stop()
@@ -230,7 +234,7 @@ class World:
         if self._left or not self.dice.over or not all(r.ended for r in self.requests):
             return not len(self.heap)
         # A cordon ends by itself; the record of a worker that is gone may keep one.
-        cordoned = any(entry.cordoned and self.worker(name).alive for name, entry in self.list.entries.items())
+        cordoned = any(self.worker(name).alive for name in self.list.cordoned)
         at_work = cordoned or any(w.working for w in self.workers if w.alive) or not self.controller.settled
         if at_work or self.net.open:
             self._calm_since_ms = None
@@ -289,7 +293,8 @@ class World:
 
     def _request(self, gateway: Gateway, ticket: Ticket, deadline_ms: int) -> Request:
         oracle = self.oracle(ticket.token_ids)
-        request = Request(len(self.requests), ticket, deadline_ms, oracle, gateway, gateway.life)
+        due_ms = self.heap.now_ms + SUBMIT_MS + deadline_ms
+        request = Request(len(self.requests), ticket, deadline_ms, oracle, gateway, gateway.life, due_ms)
         self.requests.append(request)
         return request
 
@@ -299,7 +304,7 @@ class World:
         assert isinstance(prefill, PrefillWorker)
         lives = (decode.name, decode.life), (prefill.name, prefill.life)
         request.route = Places(decode, route.decode.endpoint, prefill, route.prefill.endpoint, lives)
-        self.heap.after(1, "submit", self._submit, request, request.route)
+        self.heap.after(SUBMIT_MS, "submit", self._submit, request, request.route)
         if self.dice.hit("client_cancel"):
             for _ in range(2 if self.dice.hit("cancel_twice") else 1):
                 self.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
@@ -328,6 +333,8 @@ class World:
         wanted = request.oracle.answer(index)
         if token != wanted:
             laws.broken("wrong_token", f"request {request.number} token {index}: {token}, the oracle says {wanted}")
+        if index >= request.whole:
+            laws.broken("wrong_length", f"request {request.number} token {index} of {request.whole}")
 
     def on_end(self, request: Request, error: GenlockError | None) -> None:
         self.laws.require(not request.ended, "ended_twice", f"request {request.number}")
@@ -337,6 +344,8 @@ class World:
             request.gateway.on_end(request, error)
         if error is not None:
             self.controller.judge_end(request, error)
+        elif len(request.tokens) != request.whole:
+            self.laws.broken("wrong_length", f"request {request.number}: {len(request.tokens)} of {request.whole}")
         if isinstance(error, InvalidInput):
             self.laws.broken("blames_the_caller", f"request {request.number}: {error.reason} in {error.field}")
         # A caller that went away, or a pool that is too small, needs no fault.
@@ -361,107 +370,20 @@ class World:
         cut = (one, other) == (call.prefill.name, call.decode.name)
         return max(0, until_ms - self.heap.now_ms) if cut else 0
 
-    def _plan_copy(self, info: TransferInfo) -> TransferFaults:
-        """The faults of one copy; at most one kind, and a delay."""
-        dice, rng = self.dice, self.dice.stream("copies")
-        delay_ms = rng.randrange(3)
-        if dice.hit("slow_copy"):
-            delay_ms = rng.randrange(1, self.shape.max_copy_delay_ms + 1)
-        made = self._kind_of_fault(info)
-        self.last_ending = made.ending
-        assert self.starting is not None
-        prefill, decode = self.starting
-        one, other, until_ms = self.partition
-        if (one, other) == (prefill.name, decode.name):
-            delay_ms = max(delay_ms, until_ms - self.heap.now_ms)
-        return replace(
-            made, delay_ms=delay_ms + (rng.randrange(1, 40) if made.ending is not Ending.HONEST else 0),
-            wrap_out_of_range=self.dice.hit("wrap_out_of_range"), follow_restart=self.dice.hit("follow_restart"),
-        )  # fmt: skip
-
-    def _kind_of_fault(self, info: TransferInfo) -> TransferFaults:
-        dice, rng, pages = self.dice, self.dice.stream("copies/how"), info.pages
-        one, other = rng.randrange(pages), rng.randrange(pages)
-        byte, bit = rng.randrange(info.source.slot_bytes), rng.randrange(8)
-        for site, ending in (
-            ("copy_dropped", Ending.DROP), ("early_notice", Ending.EARLY_NOTICE), ("late_bytes", Ending.LATE),
-            ("error_rest_lands", Ending.ERROR_REST_LANDS), ("connection_lost", Ending.PEER_LOSS),
-        ):  # fmt: skip
-            if dice.hit(site):
-                return TransferFaults(ending=ending, landed_pages=one)
-        if dice.hit("short_page"):
-            return TransferFaults(short_tail_bytes=byte + 1, short_page=one)
-        if dice.hit("torn_page"):
-            return TransferFaults(torn_page=one)
-        if dice.hit("reverse_order"):
-            return TransferFaults(reverse_order=True)
-        if pages > 1 and dice.hit("duplicate_page"):
-            return TransferFaults(duplicate=(one, other))
-        if pages > 1 and dice.hit("swapped_pages"):
-            return TransferFaults(swap=(one, other))
-        if dice.hit("bit_flip"):
-            return TransferFaults(bit_flips=(BitFlip(one, byte, bit),))
-        return TransferFaults()
-
-    def _again_ms(self, transfer: MemoryTransfer) -> int:
-        if transfer.due_ms is None or not self.dice.hit("sent_twice"):
-            return 0
-        return self.dice.stream("sent_twice/when").randrange(1, 60)
-
     def _land_later(self, delay_ms: int) -> None:
         self.heap.after(delay_ms, "land-again", self.land)
 
     def land(self) -> None:
         self.fabric.pump(self.heap.now_ms)
 
-    def _copy_of(self, transfer: MemoryTransfer) -> Copy | None:
-        copies = (c for d in self.decodes for c in d.copies)
-        return next((c for c in copies if c.pull.transfer is transfer), None)
-
-    def _copy_ended(self, transfer: MemoryTransfer) -> None:
-        copy = self._copy_of(transfer)
-        if copy is not None:
-            guard = copy.attempt.prefill.guard
-            copy.source_live = all(guard.is_live(o.desc.ref) for o in copy.pull.orders)
-
-    def _between_halves(self, pair: PagePair) -> None:
-        transfer = self.fabric.landing
-        copy = self._copy_of(transfer) if transfer is not None else None
-        if copy is not None:
-            self.mischief.recycle_source(copy.attempt.prefill)
-
-    def judge_begun(self, peer: Peer, orders: Sequence[PageOrder], expected: ExpectedPages) -> None:
-        """A copy began: each descriptor is the one of its place, generation and digest apart."""
-        guard = next((p.guard for p in self.prefills if p.guard.incarnation == peer.export.incarnation), None)
-        for order in orders:
-            desc, made = order.desc, None
-            if guard is not None and 0 <= desc.ref.page_id < guard.slots:
-                made = PageDescriptor(
-                    desc.ref, desc.logical_index, desc.logical_index * expected.page_tokens,
-                    expected.valid_rows(desc.logical_index), guard.layout.slot_bytes,
-                    self.kit.layouts[self.shape.layout].fingerprint, expected.keys[desc.logical_index], desc.digest,
-                )  # fmt: skip
-            own = guard is None or desc.ref.tag.incarnation == guard.incarnation
-            if guard is not None and (made != desc or not own):
-                self.laws.broken("forged_descriptor", f"page {desc.ref.page_id} for place {desc.logical_index}")
-
-    def judge_adopted(self, copy: Copy) -> None:
-        """Pages were adopted: they hold the request's KV, and their sources were live until they landed."""
-        attempt = copy.attempt
-        decode = attempt.decode
-        if copy.source_live is False:
-            self.laws.broken("adopted_stale", f"{decode.name} request {attempt.request_no}")
-        oracle = self.oracle(attempt.start.ticket.token_ids)
-        for order in copy.pull.orders:
-            start = order.desc.logical_index * copy.pull.expected.page_tokens
-            rows = copy.pull.expected.valid_rows(order.desc.logical_index)
-            held = decode.compute.kv_of_page(decode.guard.bytes_of(order.local.page_id), rows)
-            if held != oracle.kv(start, start + rows):
-                self.laws.broken("adopted_wrong_bytes", f"{decode.name} request {attempt.request_no}")
-
     def facts(self) -> Counter[str]:
         """How the requests ended."""
         return Counter(r.error.reason if r.error else "ok" for r in self.requests if r.ended)
+
+
+def _heavy_every(seed: int) -> int:
+    """Events between two full audits: what is wrong for less than that can pass in most seeds, in the others not."""
+    return 1 if random.Random(f"{seed}/audit").random() < EVERY_EVENT_SHARE else HEAVY_EVERY
 
 
 def _place(surprise: BaseException) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.faults import kinds_a, kinds_b, kinds_c, kinds_d
+from bench.faults import controls, kinds_a, kinds_b, kinds_c, kinds_d
+from bench.faults.found import FOUND, Found
 from bench.faults.proofs import rows
 from bench.faults.record import Fault, address
 from bench.peers.cases import CASES, Outcome, Verdict, summarise
@@ -62,10 +63,11 @@ thing happens (`tests/sim/test_sim_controls.py`, `tests/unit/test_kv_checks.py`)
 
 def page(measured: Path = MEASURED) -> str:
     """The whole document."""
-    parts = [HEAD, _five(), _push(), _peers(measured)]
+    record = controls.read(measured)
+    parts = [HEAD, _recorded(record), _five(record), _push(), _peers(measured)]
     for title, faults in GROUPS:
-        parts.append(f"## {title}\n\n" + _table(faults))
-    parts.append(_fuzz(measured))
+        parts.append(f"## {title}\n\n" + _table(faults, record))
+    parts += [_found(record), _fuzz(measured)]
     return "\n".join(parts)
 
 
@@ -76,31 +78,42 @@ def proof_text(proof: str) -> str:
     return f"[`{test}`](../{name})"
 
 
-def control_text(fault: Fault) -> str:
-    """What happens without the check; the suite asserts each of these."""
+def control_text(fault: Fault | Found, record: controls.Record) -> str:
+    """What happens without the check: for a row what was recorded, for the others what the suite asserts."""
     lines = []
     for proof in fault.control:
         kind, _, rest = proof.partition(" ")
         if kind == "row":
-            lines.append(f"`{proof}` without {', '.join(rows()[rest].off)}: wrong answer")
+            off = rows()[rest].off
+            lines.append(f"`{proof}` without {', '.join(off)}: {record.told(rest, off)}")
         else:
             lines.append(f"{proof_text(proof)}: a law breaks" if kind == "without" else proof_text(proof))
-    return "<br>".join(lines) or "none"
+    none = fault.no_control if isinstance(fault, Found) else ""
+    return "<br>".join(lines) or (f"none: {none}" if none else "none")
 
 
-def _table(faults: Sequence[Fault]) -> str:
+def _recorded(record: controls.Record) -> str:
+    if not record.rows:
+        return "Results of rows with their checks off: none are recorded.\n"
+    return (
+        f"Results of rows with their checks off, as recorded on {record.date} with {' and '.join(record.models)}\n"
+        "(`genlock selftest -o json > report.json`, then `python -m bench.faults --controls report.json`).\n"
+    )
+
+
+def _table(faults: Sequence[Fault], record: controls.Record) -> str:
     lines = ["| | fault | elsewhere | Genlock | shown by | without the check |", "|---|---|---|---|---|---|"]
     for fault in faults:
         seen = " ".join(address(source) for source in fault.sources)
         here = fault.here + (f" Not yet: {fault.not_yet}." if fault.not_yet else "")
         shown = "<br>".join(proof_text(proof) for proof in fault.shown)
         lines.append(
-            f"| {fault.number} | {fault.title} | {fault.elsewhere} {seen} | {here} | {shown} | {control_text(fault)} |"
+            f"| {fault.number} | {fault.title} | {fault.elsewhere} {seen} | {here} | {shown} | {control_text(fault, record)} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _five() -> str:
+def _five(record: controls.Record) -> str:
     lines = [
         "## Five ways to a wrong 200",
         "",
@@ -112,10 +125,10 @@ def _five() -> str:
     ]
     for title, reported, _, number in FIVE:
         told = {"1": "ABORTED/unknown_handoff", "2": "DATA_LOSS/page_out_of_bounds", "3": "ABORTED/unknown_handoff"}
-        off = ", ".join(rows()[number].off)
+        off = rows()[number].off
         lines.append(
             f"| {title} | {reported} | `{told.get(number, 'ABORTED/header_mismatch')}`, no token | `row {number}` "
-            f"| {off}: wrong answer |"
+            f"| {', '.join(off)}: {record.told(number, off)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -179,10 +192,24 @@ def _versions(run: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in run["versions"].items())
 
 
-FOUND = """Found by them so far, and fixed with a test each: a first token outside the vocabulary was passed on to the client; a
-time that is no number broke the join of a request, which then stayed for ever; a malformed answer of prefill was told to
-the client as its own bad input; a status without a meaning from prefill was told as an internal error; addresses of pools
-that are nested deeply or hold huge numbers raised untyped errors."""
+def _found(record: controls.Record) -> str:
+    lines = [
+        "## Found here",
+        "",
+        "Faults of Genlock itself that simulator, chaos, fuzzers and measurements found, each with the test that would show",
+        "it again. The last column: what the suite sees when the repair is undone.",
+        "",
+        "| fault | found by | what happened | what it is now | shown by | without the repair |",
+        "|---|---|---|---|---|---|",
+    ]
+    for fault in FOUND:
+        shown = "<br>".join(proof_text(proof) for proof in fault.shown)
+        told = control_text(fault, record)
+        lines.append(f"| {fault.title} | {fault.by} | {fault.was} | {fault.now} | {shown} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+FOUND_BY_FUZZERS = """What they found is in the table above; besides, a status without a meaning from prefill was told as an internal error."""
 
 
 def _fuzz(measured: Path) -> str:
@@ -194,7 +221,7 @@ def _fuzz(measured: Path) -> str:
         "right, and at the end every page, task and file is back. Continuous integration runs a slice of about 100,000 cases",
         "(`tests/fuzz/test_fuzz.py`); `python -m tests.fuzz --cases 1000000` runs more, and a case again by its number.",
         "",
-        FOUND,
+        FOUND_BY_FUZZERS,
     ]
     if report is not None:
         findings = sum(len(layer["findings"]) for layer in report["layers"])

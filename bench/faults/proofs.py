@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
+from bench.faults.found import Found
 from bench.faults.record import Fault
 from cluster.selftest.rows import ROWS, Row
 from kvstore.checks import check_names
@@ -41,12 +42,13 @@ def _functions(text: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
 
 
-def all_missing(faults: Iterable[Fault], root: Path) -> list[str]:
+def all_missing(faults: Iterable[Fault | Found], root: Path) -> list[str]:
     """What the page promises and the tree does not hold, one line each."""
     lines = []
     for fault in faults:
         for proof in (*fault.shown, *fault.control):
             why = missing(proof, lambda path: path.read_text("utf-8"), root)
             if why is not None:
-                lines.append(f"{fault.number} {fault.title}: {why}")
+                number = f"{fault.number} " if isinstance(fault, Fault) else ""
+                lines.append(f"{number}{fault.title}: {why}")
     return lines

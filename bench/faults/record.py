@@ -26,7 +26,7 @@ class Fault:
     """One kind. `elsewhere` is said in our words of what `sources` report, as they were in September 2026.
 
     `shown` and `control` name proofs: `row 4` (of `genlock selftest`), `tests/…::test_name`, `sim site` (a fault of
-    `genlock sim`), `without check` (a negative control of `genlock sim controls`). A kind that cannot occur says why in
+    `genlock sim`), `without check` (a negative control, as of `genlock sim --without CHECK`). A kind that cannot occur says why in
     `here`. `not_yet`: what is missing, said as it is.
     """
 

@@ -107,12 +107,20 @@ def restarted(bench: Bench, tokens: list[int], params: Params) -> Params:
     return params
 
 
+def _connect(bench: Bench) -> None:
+    """A pull that goes well: decode knows this life of prefill. Else a case would show a failing first handshake."""
+    other = bench.other()
+    bench.pair.decode.complete(other, 2, bench.pair.hand_over(other), 100.0)
+
+
 def killed(bench: Bench, tokens: list[int], params: Params) -> Params:
+    _connect(bench)
     bench.pair.prefill.stop(signal.SIGKILL)
     return params
 
 
 def stopped(bench: Bench, tokens: list[int], params: Params) -> Params:
+    _connect(bench)
     bench.pair.prefill.send(signal.SIGSTOP)
     return params
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import grpc.aio
 
+from cluster.chaos.ports import own_ports
 from cluster.chaos.worker import Switchboard, board_path
 from cluster.config import with_secret
 from cluster.gateway.served import ServedModel, Sources
@@ -176,6 +177,14 @@ class Arena:
             channel = self._channels[endpoint] = open_channel(endpoint)
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         return await stub.Status(worker_pb2.WorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
+
+    def pair_ports(self, decode_id: str, prefill_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ports whose traffic is that of this pair alone while they are on two hosts: all of the prefill worker's (only
+        decode calls it), and of the decode worker's those of the transfer engine. Its gRPC port is the gateway's way.
+        """
+        prefill = own_ports(self._folder, prefill_id, self._pids[prefill_id])
+        grpc_port = int(self._endpoints.get(decode_id, ":0").rsplit(":", 1)[1])
+        return prefill, own_ports(self._folder, decode_id, self._pids[decode_id], but=(grpc_port,))
 
     async def not_at_baseline(self, names: Collection[str]) -> list[str]:
         """What each of these workers that is not at its baseline still holds; empty when every page is back."""

@@ -54,8 +54,8 @@ def command(
     faults: tuple[str, ...], control: bool, show_plan: bool, as_json: bool, output: str,
 ) -> int:  # fmt: skip
     """Starts a private cluster, sends requests whether or not earlier ones were answered, breaks workers, clients,
-    clocks, disks, links and the gateway by a seeded plan, and judges every stream: the oracle's tokens, or a typed
-    error and no further tokens.
+    clocks, disks, memory, links and the gateway by a seeded plan, and judges every stream: the oracle's tokens, or a
+    typed error and no further tokens.
 
     Exit code 1 if a token is foreign, a stream hangs, an error has no type, or a page does not come back."""
     chosen = tuple(Fault(name) for name in dict.fromkeys(faults)) or tuple(Fault)
@@ -135,7 +135,14 @@ def _show_plan(shape: Shape, output: str) -> int:
 
 def _print_plan(plan: Sequence[Round], shape: Shape) -> None:
     rows = [
-        (number + 1, fault.at_ms, fault.kind.value, fault.target or "-", fault.for_ms, fault.amount)
+        (
+            number + 1,
+            fault.at_ms,
+            fault.kind.value,
+            " - ".join(filter(None, (fault.target, fault.peer))) or "-",
+            fault.for_ms,
+            fault.amount,
+        )
         for number, played in enumerate(plan)
         for fault in played.faults
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from cluster.chaos.arena import Arena
 from cluster.chaos.plan import Fault, PlannedFault
+from cluster.chaos.pressure import Pressure
 from cluster.chaos.registry import RegistryServer
 from cluster.chaos.worker import Switch
 
@@ -17,13 +19,12 @@ _IN_THE_LOAD = frozenset({Fault.CANCEL_STORM, Fault.SLOW_READERS, Fault.SAME_IDS
 
 
 class Link(Protocol):
-    """What can be done to the link between two hosts."""
+    """What can be done to the link between two hosts: to the traffic of these ports of either, and to no other."""
 
-    async def cut(self) -> None: ...
-
-    async def slow(self, kbit_per_s: int) -> None: ...
-
-    async def heal(self) -> None: ...
+    def fault(
+        self, near_ports: Sequence[int], far_ports: Sequence[int], kbit_per_s: int
+    ) -> AbstractAsyncContextManager[None]:
+        """Carries so much, or nothing at all for 0, until it is left."""
 
 
 class Saboteur:
@@ -33,6 +34,7 @@ class Saboteur:
         self._arena = arena
         self._link = link
         self._registry = registry
+        self._pressure = Pressure()
         self.done: Counter[str] = Counter()
         self.kills = 0
         self.errors: list[str] = []
@@ -43,17 +45,23 @@ class Saboteur:
         """Workers that are under a fault now."""
         return {name for name, count in self._holds.items() if count}
 
+    @property
+    def balloon_mib(self) -> int:
+        """The most memory that one fault took."""
+        return self._pressure.most_mib
+
     async def carry_out(self, fault: PlannedFault) -> None:
         """Waits for the fault's time, breaks, waits, heals. Never raises for what the cluster answers."""
         await asyncio.sleep(fault.at_ms / 1000)
-        self._holds[fault.target] += 1
+        held = {fault.target, fault.peer} - {""}
+        self._holds.update(held)
         try:
             await self._work(fault)
             self.done[fault.kind.value] += 1
         except Exception as error:
             self.errors.append(f"{fault.kind.value} of {fault.target or 'all'}: {error!r}"[:300])
         finally:
-            self._holds[fault.target] -= 1
+            self._holds.subtract(held)
 
     async def _work(self, fault: PlannedFault) -> None:
         if fault.kind in _IN_THE_LOAD:
@@ -70,6 +78,7 @@ class Saboteur:
             Fault.REGISTRY_FLUSH: lambda _fault: self._the_registry.flush(),
             Fault.LINK_CUT: self._link_fault,
             Fault.LINK_SLOW: self._link_fault,
+            Fault.MEMORY_PRESSURE: lambda fault: self._pressure.squeeze(fault.amount, fault.for_ms / 1000),
         }
         await work[fault.kind](fault)
 
@@ -111,11 +120,6 @@ class Saboteur:
 
     async def _link_fault(self, fault: PlannedFault) -> None:
         assert self._link is not None, "planned only where there is a link"
-        try:
-            if fault.kind is Fault.LINK_CUT:
-                await self._link.cut()
-            else:
-                await self._link.slow(fault.amount)
+        near_ports, far_ports = self._arena.pair_ports(fault.target, fault.peer)
+        async with self._link.fault(near_ports, far_ports, fault.amount):
             await asyncio.sleep(fault.for_ms / 1000)
-        finally:
-            await self._link.heal()

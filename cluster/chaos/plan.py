@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvstore.errors import InvalidInput
@@ -31,8 +31,9 @@ class Fault(StrEnum):
     GATEWAY_RESTART = "gateway_restart"
     REGISTRY_KILL = "registry_kill"  # SIGKILL of the registry's server; an empty one comes up later
     REGISTRY_FLUSH = "registry_flush"
-    LINK_CUT = "link_cut"
+    LINK_CUT = "link_cut"  # between one decode worker and one prefill worker, and nobody else
     LINK_SLOW = "link_slow"
+    MEMORY_PRESSURE = "memory_pressure"  # another process takes the host's memory for a few seconds
 
 
 LINK_FAULTS = frozenset({Fault.LINK_CUT, Fault.LINK_SLOW})
@@ -59,6 +60,7 @@ class Shape:
     minutes: float = 1.0
     workers: tuple[str, ...] = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     kinds: tuple[Fault, ...] = tuple(Fault)
+    links: tuple[tuple[str, str], ...] = (("decode-0", "prefill-0"),)  # pairs that faults of the link are between
     round_ms: int = 12_000
     faults_per_round: int = 4
     rate_per_s: float = 5.0
@@ -88,14 +90,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """`at_ms` after the round's start; healed `for_ms` later. `target` is a worker's name, or empty. `amount`: requests
-    of a storm, pages of a small pool, milliseconds of a clock's jump, kbit/s of a slow link."""
+    """`at_ms` after the round's start; healed `for_ms` later. `target` is a worker's name, or empty; `peer` the other
+    one's whose link to the target is meant. `amount`: requests of a storm, pages of a small pool, milliseconds of a
+    clock's jump, kbit/s of a slow link, percent of the memory that is available."""
 
     at_ms: int
     kind: Fault
     target: str
     for_ms: int
     amount: int = 0
+    peer: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,9 +143,13 @@ def _faults(shape: Shape, rng: random.Random, deck: list[Fault]) -> tuple[Planne
             deck.extend(rng.sample(shape.kinds, len(shape.kinds)))
         kind = deck.pop()
         at_ms = rng.randrange(shape.round_ms // 10, shape.round_ms * 2 // 3)
-        target = _target(shape.workers, kind, rng, taken)
-        if target is not None:  # every worker has a fault in this round already
-            faults.append(_drawn(kind, at_ms, target, rng))
+        peer = ""
+        if kind in LINK_FAULTS:
+            target, peer = rng.choice(shape.links) if shape.links else (None, "")
+        else:
+            target = _target(shape.workers, kind, rng, taken)
+        if target is not None:  # there is a link, and a worker without a fault in this round
+            faults.append(replace(_drawn(kind, at_ms, target, rng), peer=peer))
     return tuple(sorted(faults, key=lambda f: f.at_ms))
 
 
@@ -174,6 +182,7 @@ def _drawn(kind: Fault, at_ms: int, target: str, rng: random.Random) -> PlannedF
         Fault.REGISTRY_FLUSH: ((0, 0), (0, 0)),
         Fault.LINK_CUT: ((500, 6000), (0, 0)),
         Fault.LINK_SLOW: ((2000, 6000), (256, 4096)),
+        Fault.MEMORY_PRESSURE: ((3000, 8000), (40, 75)),
     }
     (low, high), (least, most) = spans[kind]
     return PlannedFault(at_ms, kind, target, rng.randint(low, high), rng.randint(least, most))

@@ -13,11 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from cluster.chaos import balloon
 from cluster.chaos.arena import Arena, Death, Place
 from cluster.chaos.faults import Saboteur
 from cluster.chaos.load import Crowd
-from cluster.chaos.network import Network, network_of
-from cluster.chaos.plan import REGISTRY_FAULTS, Ask, Round, Shape, make_plan
+from cluster.chaos.network import Network, links_of, network_of
+from cluster.chaos.plan import REGISTRY_FAULTS, Ask, Fault, Round, Shape, make_plan
 from cluster.chaos.registry import MISSING, RegistryServer, find_server
 from cluster.chaos.verdict import Report, Seen, Totals, judge
 from cluster.chaos.worker import Switch, build_for_chaos
@@ -101,10 +102,12 @@ class ChaosRun:
         self._server = find_server()
         if not self._server:
             self._skipped.update({kind.value: MISSING for kind in sorted(REGISTRY_FAULTS)})
+        if no_balloon := balloon.why_not():
+            self._skipped[Fault.MEMORY_PRESSURE.value] = no_balloon
         self._settings = settings
         names = tuple(spec.worker_id for spec in specs_of(self._config()))
         kinds = tuple(kind for kind in settings.shape.kinds if kind.value not in self._skipped)
-        self.shape = replace(settings.shape, kinds=kinds, workers=names)
+        self.shape = replace(settings.shape, kinds=kinds, workers=names, links=links_of(names))
 
     def _config(self, registry: RegistryServer | None = None) -> Config:
         transport = "auto" if self._network is None else "tcp"
@@ -244,6 +247,8 @@ class ChaosRun:
             not_back=tuple(self._not_back),
             refused_log_lines=sum(board.get(Switch.REFUSED_LINES) for board in boards),
             foreign_pages=sum(board.get(Switch.INJECTED_PAGES) for board in boards),
+            link_packets=0 if self._network is None else self._network.packets,
+            balloon_mib=saboteur.balloon_mib,
             loop_lag_ms=round(self._lag_s * 1000, 1),
             adds_up=totals.add_up,
         )

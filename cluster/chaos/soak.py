@@ -53,6 +53,7 @@ ALLOWANCES = {
     "threads": Allowance(number=4),
     # A thread may hold its last copy's region until its next copy.
     "shared_regions": Allowance(number=2),
+    "registered_regions": Allowance(),
     # Dead incarnations are remembered on purpose, at most so many.
     "IncarnationRegistry._dead": Allowance(limit=65_536),
     # The last requests that ended, for `genlock explain`.
@@ -273,7 +274,9 @@ class Soak:
 
     def _sample(self, cluster: SoakCluster) -> None:
         gc.collect()
-        sizes = {**of_process(), **table_sizes([cluster.gateway, *cluster.workers.values()])}
+        workers = cluster.workers.values()
+        sizes = {**of_process(), **table_sizes([cluster.gateway, *workers])}
+        sizes["registered_regions"] = float(sum(worker.transfer.regions() for worker in workers))
         for name in sizes.keys() | self._series.keys():
             values = self._series.setdefault(name, [0.0] * len(self._answered))
             values.append(sizes.get(name, 0.0))

@@ -118,6 +118,8 @@ class Report:
     not_back: tuple[str, ...]  # what was not back, by round
     refused_log_lines: int
     foreign_pages: int  # that were injected
+    link_packets: int  # that met a fault of the link
+    balloon_mib: int  # most memory that a balloon held
     loop_lag_ms: float  # longest: how late this process itself was
     adds_up: bool
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster.chaos.ports import note_the_hosts
 from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
@@ -120,6 +121,7 @@ def board_path(folder: str, worker_id: str) -> Path:
 def build_for_chaos(folder: str, checks_off: tuple[str, ...], spec: WorkerSpec) -> BuiltWorker:
     """A worker with a switchboard in `folder`; picklable, so that an actor can make it. `checks_off` is for the
     control that shows that the judge can see."""
+    note_the_hosts(folder, spec.worker_id)
     board = Switchboard(board_path(folder, spec.worker_id))
     foreign = _Foreign(board)
 

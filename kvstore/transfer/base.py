@@ -125,8 +125,9 @@ class TransferEngine(ABC):
         """Forgets a peer; unknown peers are ignored."""
 
     def regions(self) -> int:
-        """Memory regions that the engine has registered or attached now: its own pool's and each peer's. 0 after
-        `close`, and from an engine that cannot tell."""
+        """Memory regions that the engine has registered or attached now: its own pool's, one for each connection to a
+        peer, and those of former connections in which bytes may still land. 0 after `close`, and from an engine that
+        cannot tell."""
         return 0
 
     @abstractmethod

@@ -4,14 +4,15 @@ The library is optional and imported late; `MooncakeEngine.available()` tells wh
 
 What shapes this file (measured, and read in the library's TCP transport):
 
-- A batch of several descriptors reports one state, may fail while its rest still lands, and has a time-out of the
-  library's own (30 s). So every descriptor is a batch of its own: it can be polled without blocking, our deadline
-  holds, and each one proves its own end. Submitting one by one costs no more than the library's batch.
+- A batch of several descriptors is told of by the state of its first one: it is failed, or completed, while its rest
+  still lands (of 64 pages 50 came after a failure; of an owner that died the rest never came after "completed"). It has
+  a time-out of the library's own (30 s). So every descriptor is a batch of its own: it can be polled without blocking,
+  our deadline holds, and each one proves its own end. Submitting one by one costs no more than the library's batch.
 - Neighbouring pages that land in neighbouring slots are one descriptor.
 - At most `WINDOW` descriptors are under way to one peer; beyond about 1,000 the library's queue refuses.
-- Over TCP a descriptor that failed has ended too: the library reports it only from the handler of its last socket
-  operation. For other protocols only success counts as an end; what has not ended stays unquiesced until `close`,
-  and a worker whose engine keeps such transfers must replace the engine (and its pool) to get the pages back.
+- Over TCP a descriptor that failed, alone in its batch, has ended too: the library reports it only from the handler of
+  its last socket operation. For other protocols only success counts as an end; what has not ended is unquiesced until
+  `close`, and a worker whose engine keeps such transfers must replace the engine (and its pool) to get the pages back.
 - The library has no authentication and listens on all interfaces: whoever reaches its ports can read and write
   registered memory. Deployments must fence these ports off; tags, digests and prefix keys catch what is damaged.
 - Opening a peer holds a lock of the library for up to 60 s, so a peer is probed in a thread of its own first.
@@ -262,6 +263,10 @@ class MooncakeEngine(PoolEngine[_Source]):
             with self._lock:
                 self._calls -= 1
                 self._idle.notify_all()
+
+    def regions(self) -> int:
+        with self._lock:
+            return 0 if self._closed else super().regions() + len(self._late_buffers)
 
     def _map(self, nbytes: int) -> U8:
         return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)

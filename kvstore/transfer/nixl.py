@@ -217,6 +217,9 @@ class NixlEngine(PoolEngine[_Source]):
         """True once the library's agent is gone and nothing can land any more."""
         return self._agent.stopped
 
+    def regions(self) -> int:
+        return self._agent.regions  # what is registered, not what should be
+
     # -- what transfers use ------------------------------------------------------------------------------------------
 
     def cell(self, address: int) -> U8:

@@ -184,6 +184,12 @@ class Agent:
             with contextlib.suppress(*self._errors):
                 self._call(lambda agent: agent.deregisterMem(known[1], []))
 
+    @property
+    def regions(self) -> int:
+        """How many are registered now."""
+        with self._idle:
+            return len(self._regions)
+
     def metadata(self) -> bytes:
         """What a peer loads to reach the regions registered so far."""
         return self._call(lambda agent: bytes(agent.getLocalMD())) or b""

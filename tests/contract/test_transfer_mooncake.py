@@ -16,9 +16,12 @@ from kvstore.guard import Guard
 from kvstore.receipt import ExpectedPages
 from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import PagePair, TransferState, tag_table_bytes
-from kvstore.transfer.mooncake import parse_address
-from tests.contract.transfer_kit import TIMEOUT_MS, Kit, read
+from kvstore.transfer.mooncake import Descriptor, MooncakeTransfer, parse_address
+from tests.contract.nixl_kit import MIB, in_a_process, until_quiesced
+from tests.contract.transfer_kit import TIMEOUT_MS, Child, Kit, Pool, random_pairs, read
 from tests.support.kv_world import LAYOUT, SECRET, make_keyer, seal_prompt
+
+NOBODYS = 1 << 40  # an address that no pool has registered
 
 
 def test_a_stopped_peer_times_out_within_our_deadline(mooncake: Kit) -> None:
@@ -145,3 +148,123 @@ def test_a_stranger_can_write_registered_memory_and_the_receipt_finds_out(moonca
     [second] = sink.allocate(1, 1)
     with pytest.raises(CorruptPage):
         receiver.pull(peer, [PageOrder(desc, second)], 1, expected, TIMEOUT_MS)
+
+
+# -- what a failure proves -------------------------------------------------------------------------------------------
+
+
+def test_after_a_failed_read_nothing_lands(mooncake: Kit) -> None:
+    """Over TCP a failed batch of one descriptor has ended. Others of the same read may go on: `quiesced` waits."""
+    failed = 0
+    for delay_ms in (1, 12):
+        child, reader = mooncake.child(64, MIB, seed=1), mooncake.pool(64, MIB)
+        peer = reader.engine.connect(child.export)
+        transfer = reader.engine.read_pages(peer, random_pairs(delay_ms, 64, 64, 64))
+        timer = threading.Timer(delay_ms / 1000, child.kill)
+        timer.start()
+        state = transfer.wait(TIMEOUT_MS)
+        timer.join()
+        if state is TransferState.FAILED:
+            failed += 1
+            assert until_quiesced(transfer)
+            kept = reader.buffer.copy()
+            time.sleep(0.2)
+            np.testing.assert_array_equal(reader.buffer, kept)
+        reader.engine.close()
+    assert failed, "the owner died in the middle of a read"
+
+
+def test_a_read_with_one_bad_page_is_quiet_only_when_the_others_have_ended(mooncake: Kit) -> None:
+    child, reader = mooncake.child(64, MIB, seed=1), mooncake.pool(64, MIB)
+    engine, peer = reader.engine, reader.engine.connect(child.export)
+    reader.slots[:] = 0
+    base, remote = reader.slots.ctypes.data, parse_address(child.export.address).base + tag_table_bytes(64)
+    read_them = [Descriptor(base + i * MIB, remote + i * MIB if i else NOBODYS, MIB, i, 1) for i in range(64)]
+    transfer = MooncakeTransfer(engine, engine._source(peer), read_them)
+    assert transfer.wait(TIMEOUT_MS) is TransferState.FAILED
+    before = reader.slots.copy()
+    assert until_quiesced(transfer)
+    kept = reader.slots.copy()
+    assert (before != kept).any(), "the others were on their way when the read had failed"
+    time.sleep(0.2)
+    np.testing.assert_array_equal(reader.slots, kept)
+
+
+def raw_batch(reader: Pool, child: Child, first_remote: int | None) -> tuple[int, np.ndarray]:
+    """The library's own batch of 64 pages: its end state, and the slots as they were when it was told."""
+    base, address = reader.slots.ctypes.data, parse_address(child.export.address)
+    reader.slots[:] = 0
+    local = [base + i * MIB for i in range(64)]
+    remote = [address.base + tag_table_bytes(64) + i * MIB for i in range(64)]
+    remote[0] = first_remote or remote[0]
+    sizes = [MIB] * 64
+    batch = reader.engine.call(lambda lib: lib.batch_transfer_async_read(address.session, local, remote, sizes))
+    deadline = time.monotonic() + 20
+    while not (state := reader.engine.call(lambda lib: lib.transfer_check_status(batch))):
+        assert time.monotonic() < deadline
+    return state, reader.slots.copy()
+
+
+@pytest.mark.parametrize(("first_remote", "told"), [(NOBODYS, -1), (None, 1)], ids=["failed", "completed"])
+def test_the_state_of_a_batch_of_several_proves_nothing(mooncake: Kit, first_remote: int | None, told: int) -> None:
+    """A fact about the library, and why each descriptor is a batch of its own: of several it tells the state of the
+    first, and the rest goes on landing, whether that one failed or not."""
+    child, reader = mooncake.child(64, MIB, seed=1), mooncake.pool(64, MIB)
+    peer = reader.engine.connect(child.export)
+    assert read(reader, peer, [PagePair(0, 0)]) is TransferState.DONE  # connections are there
+    for _ in range(10):
+        state, at_the_end = raw_batch(reader, child, first_remote)
+        assert state == told
+        deadline = time.monotonic() + 20
+        while not reader.slots.any(axis=1)[1:].all() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        if (reader.slots != at_the_end).any():
+            return
+    pytest.fail("ten batches ended whole")
+
+
+def test_every_descriptor_is_a_batch_of_its_own(mooncake: Kit) -> None:
+    source, reader = mooncake.pool(64, 4096, seed=1), mooncake.pool(64, 4096)
+    peer = reader.engine.connect(source.export)
+    sizes: list[int] = []
+
+    class Watched:
+        def __init__(self, library: object) -> None:
+            self._library = library
+
+        def batch_transfer_async_read(self, session: str, local: list, remote: list, nbytes: list) -> int:
+            sizes.append(len(nbytes))
+            return self._library.batch_transfer_async_read(session, local, remote, nbytes)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._library, name)
+
+    reader.engine._library = Watched(reader.engine._library)
+    assert read(reader, peer, random_pairs(1, 40, 64, 64)) is TransferState.DONE
+    reader.engine.read_tags(peer, TIMEOUT_MS)
+    assert len(sizes) > 30
+    assert set(sizes) == {1}
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_failures_are_quiet(mooncake: Kit) -> None:
+    code = """
+from kvstore.errors import GenlockError
+from kvstore.transfer.base import PagePair
+from kvstore.transfer.mooncake import MooncakeEngine
+pools = [MooncakeEngine(), MooncakeEngine()]
+exports = [(e.allocate(8, 192), e.publish(1, "layout"))[1] for e in pools]
+peer = pools[0].connect(exports[1])
+pools[1].close()
+print(pools[0].read_pages(peer, [PagePair(0, 0)]).wait(5000).value)
+try:
+    pools[0].connect(exports[1])
+except GenlockError as error:
+    print(error.reason)
+pools[0].close()
+"""
+    done = in_a_process(code)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["failed", "peer_gone"], "")

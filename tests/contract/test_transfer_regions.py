@@ -231,3 +231,31 @@ def test_a_descriptor_of_an_old_region_is_refused_though_its_address_is_the_same
         assert not (live_S2[:, 0] == INCARNATION).any()
     with pytest.raises(GenlockError):
         reader.engine.connect(export)
+
+
+def test_an_engine_tells_how_many_regions_it_holds(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool's own, and one for each connection; those that were refused or have ended do not count."""
+    watched = Regions(kit, monkeypatch)
+    one, other = (kit.pool(SLOTS, 192, incarnation=INCARNATION + n) for n in (1, 2))
+    theirs = watched.open["region"]
+    reader = kit.pool(SLOTS, 192)
+
+    def told(regions: int) -> None:
+        assert reader.engine.regions() == regions
+        if kit.kind.startswith("nixl"):
+            assert watched.open["region"] - theirs == regions, "what the library knows"
+
+    told(1)
+    peers = [reader.engine.connect(pool.export) for pool in (one, other, other)]
+    told(4)
+    with pytest.raises(GenlockError):
+        reader.engine.connect(replace(one.export, incarnation=INCARNATION + 3))
+    told(4)
+    reader.engine.disconnect(peers[2])
+    reader.engine.disconnect(peers[2])
+    told(3)
+    for peer in peers[:2]:
+        reader.engine.disconnect(peer)
+    told(1)
+    reader.engine.close()
+    told(0)

@@ -16,10 +16,10 @@ SHORT = Shape(
     seed=1,
     minutes=0.2,
     round_ms=12_000,  # one round, so that all faults happen however slow the host is
-    faults_per_round=10,
+    faults_per_round=11,
     kinds=(
         Fault.KILL, Fault.STOP, Fault.FOREIGN_PAGE, Fault.GATEWAY_RESTART, Fault.CANCEL_STORM, Fault.DISK_FULL,
-        Fault.CLOCK_JUMP, Fault.SAME_IDS, Fault.REGISTRY_KILL, Fault.REGISTRY_FLUSH,
+        Fault.CLOCK_JUMP, Fault.SAME_IDS, Fault.REGISTRY_KILL, Fault.REGISTRY_FLUSH, Fault.MEMORY_PRESSURE,
     ),
     prompts=16,
     answer_tokens=(4, 24),
@@ -31,10 +31,12 @@ async def test_under_chaos_every_stream_is_right_or_ends_with_a_typed_error_and_
     assert report.failures == ()
     assert report.ok > report.sent // 4
     assert report.kills == 1
-    assert report.faults == {kind.value: 1 for kind in SHORT.kinds}
+    assert report.faults == {kind.value: 1 for kind in SHORT.kinds if kind.value not in report.skipped}
+    assert report.balloon_mib or "memory_pressure" in report.skipped
     assert report.refused_log_lines
     assert report.errors_by_cause
-    assert set(report.skipped) == {"link_cut", "link_slow"}
+    # A host with little memory may have none to spare.
+    assert set(report.skipped) - {"memory_pressure"} == {"link_cut", "link_slow"}
 
 
 async def test_without_the_receipt_checks_foreign_pages_reach_answers_and_the_judge_says_so():

@@ -1,4 +1,4 @@
-"""Chaos over two network namespaces: the link between two hosts is cut and slowed."""
+"""Chaos over two network namespaces: the link between two workers on two hosts is cut and slowed."""
 
 from __future__ import annotations
 
@@ -24,3 +24,4 @@ async def test_a_link_that_is_cut_and_slowed_costs_typed_errors_at_most():
     assert report.failures == ()
     assert report.faults == {"link_cut": 1, "link_slow": 1}
     assert report.skipped == {}
+    assert report.link_packets, "no packet of the pair met a fault"

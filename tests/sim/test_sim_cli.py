@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from kvstore.checks import check_names
 from sim.cli import sim_command
+from sim.coverage import REJECTS
 from sim.faults import site_names
 from sim.laws import LAWS
 from sim.runner import play, swarm
@@ -29,7 +30,9 @@ def test_seeds_as_json():
     code, out = invoke("--seeds", "0:3", "--jobs", "1", "--json")
     told = json.loads(out)
     assert code == 0
-    assert told.keys() == {"seeds", "page_operations", "violations", "seconds", "faults", "unreached"}
+    assert told.keys() == {"seeds", "page_operations", "violations", "seconds", "faults", "unreached", "rejects"}
+    assert told["rejects"].keys() == {check for check, reasons in REJECTS.items() if reasons}
+    assert "digest_mismatch" in told["rejects"]["digest"]
     assert (told["seeds"], told["violations"]) == (3, 0)
 
 

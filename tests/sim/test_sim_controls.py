@@ -15,7 +15,7 @@ KIT = make_kit()
 
 # check: (seed, law that is broken first when it is off)
 FIRST = {
-    "handoff_id": (27, "wrong_token"),
+    "handoff_id": (86, "wrong_token"),
     "exact_set": (7, "wrong_token"),
     "stream_end": (1, "waits_for_nobody"),
     "bounds": (17, "blames_the_caller"),
@@ -24,27 +24,27 @@ FIRST = {
     "header": (6, "forged_descriptor"),
     "prefix_key": (6, "forged_descriptor"),
     "digest": (6, "adopted_wrong_bytes"),
-    "source_tag": (7, "adopted_stale"),
+    "source_tag": (37, "adopted_stale"),
     "entry": (2, "stale_row_admitted"),
     "kernel": (1, "kernel_read_stale"),
     "exit": (1, "published_stale"),
-    "rows": (33, "wrong_token"),
+    "rows": (27, "wrong_token"),
     "write": (1, "kernel_wrote_foreign"),
-    "quarantine": (7, "counts_differ"),
+    "quarantine": (1, "counts_differ"),
     "tag_bump": (0, "tag_repeats"),
     "pins": (6, "pinned_page_retired"),
 }
 
 # set of checks: seed whose caller is told a wrong token
 FIRST_AT_THE_CALLER = {
-    ("handoff_id",): 27,
+    ("handoff_id",): 86,
     ("exact_set",): 7,
     ("stream_end",): 1,
     ("layout",): 0,
-    ("prefix_key",): 29,
+    ("prefix_key",): 54,
     ("digest",): 6,
-    ("rows",): 33,
-    ("quarantine",): 53,
+    ("rows",): 27,
+    ("quarantine",): 23,
     ("tag_bump",): 5,
     ("kernel", "exit"): 5,
 }

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvstore.prefix_index import PrefixIndex
+from sim.decode_side import Attempt
 from sim.faults import Faults
 from sim.runner import run
 
@@ -27,3 +29,19 @@ PINNED = [
 def test_pinned(seed, faults):
     result = run(seed, faults=faults)
     assert not result.violations, result.violations[0]
+
+
+# What undoes a repair must be seen, or the seed shows nothing any more.
+
+
+def test_control_a_page_that_goes_takes_its_successors_entry_along(monkeypatch):
+    monkeypatch.setattr(PrefixIndex, "remove", lambda self, key, ref: self._pages.pop(key, None))
+    seed, faults = PINNED[1].values
+    assert "pages_not_back" in {violation.law for violation in run(seed, faults=faults).violations}
+
+
+def test_control_a_connection_that_broke_and_is_kept_is_noticed(monkeypatch):
+    faults = Faults(connection_lost=0.05)
+    assert not run(2, faults=faults).violations
+    monkeypatch.setattr(Attempt, "_lose", lambda self, error: None)
+    assert "not_in_service" in {violation.law for violation in run(2, faults=faults).violations}

@@ -20,7 +20,7 @@ REPORT = Report(
     errors_by_cause={"prefill_gone": 1}, hung=0, wrong=0, foreign_tokens=0, untyped=0, tokens=100, kills=1,
     faults={"kill": 1}, skipped={"link_cut": "no tool"}, deaths=(), excused_deaths=0, fault_errors=(),
     pages_back=True, pages_back_ms={"p50": 1.0, "max": 2.0}, not_back=(), refused_log_lines=0, foreign_pages=0,
-    loop_lag_ms=1.0, adds_up=True,
+    link_packets=0, balloon_mib=0, loop_lag_ms=1.0, adds_up=True,
 )  # fmt: skip
 FLAT = Judged("Ledger._loads", 1, 1, 2, 0, True, 9)
 SOAK = SoakReport(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import asynccontextmanager
 
 import grpc.aio
@@ -90,29 +91,27 @@ async def test_a_caller_that_leaves_has_left_and_one_whose_deadline_passes_has_a
 class Broken:
     """An arena and a link on which nothing works."""
 
-    def __init__(self) -> None:
-        self.healed: list[str] = []
-
     def halt(self, worker_id: str) -> None:
         raise RuntimeError("cannot stop it")
 
     def go_on(self, worker_id: str) -> None:
-        self.healed.append(worker_id)
+        return None
 
-    async def cut(self) -> None:
+    def pair_ports(self, decode_id: str, prefill_id: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (1, 2), (3,)
+
+    @contextlib.asynccontextmanager
+    async def fault(self, near_ports, far_ports, kbit_per_s):
         raise RuntimeError("cannot cut it")
-
-    async def heal(self) -> None:
-        self.healed.append("link")
+        yield
 
 
 async def test_a_fault_that_cannot_be_is_told_and_nobody_stays_broken():
     broken = Broken()
     saboteur = Saboteur(broken, broken)  # type: ignore[arg-type] # what the faults below use of it
-    await saboteur.carry_out(PlannedFault(0, Fault.LINK_CUT, "", 0))
+    await saboteur.carry_out(PlannedFault(0, Fault.LINK_CUT, "decode-1", 0, peer="prefill-0"))
     await saboteur.carry_out(PlannedFault(0, Fault.STOP, "decode-0", 0))
-    assert broken.healed == ["link"]
-    assert len(saboteur.errors) == 2
+    assert ["cannot cut it" in saboteur.errors[0], "cannot stop it" in saboteur.errors[1]] == [True, True]
     assert not saboteur.done
     assert not saboteur.broken
 
@@ -130,3 +129,17 @@ async def test_a_worker_that_two_faults_hold_is_held_until_both_are_healed():
     await second
     assert saboteur.broken == set()
     assert saboteur.done == {"stop": 2}
+
+
+async def test_a_fault_of_the_link_is_of_the_pairs_ports_and_holds_both():
+    class Linked(Broken):
+        @contextlib.asynccontextmanager
+        async def fault(self, near_ports, far_ports, kbit_per_s):
+            seen.append((near_ports, far_ports, kbit_per_s, saboteur.broken))
+            yield
+
+    seen: list[object] = []
+    saboteur = Saboteur(Linked(), Linked())  # type: ignore[arg-type] # what the fault below uses of it
+    await saboteur.carry_out(PlannedFault(0, Fault.LINK_SLOW, "decode-1", 0, 256, peer="prefill-0"))
+    assert seen == [((1, 2), (3,), 256, {"decode-1", "prefill-0"})]
+    assert not saboteur.broken

@@ -70,3 +70,17 @@ def test_a_shape_that_cannot_be_is_refused(field: str, value: object):
     with pytest.raises(InvalidInput) as refused:
         replace(SHAPE, **{field: value})
     assert refused.value.reason == "bad_chaos"
+
+
+def test_memory_pressure_is_of_the_host_and_leaves_it_a_part():
+    only = replace(SHAPE, kinds=(Fault.MEMORY_PRESSURE,), faults_per_round=1)
+    faults = [fault for played in make_plan(only) for fault in played.faults]
+    assert len(faults) == only.rounds
+    assert all(f.target == "" and 0 < f.amount < 100 and f.for_ms < SHAPE.round_ms for f in faults)
+
+
+def test_a_fault_of_the_link_is_of_a_pair_and_there_is_none_without_one():
+    only = replace(SHAPE, kinds=(Fault.LINK_CUT, Fault.LINK_SLOW), links=(("decode-1", "prefill-2"),))
+    faults = [fault for played in make_plan(only) for fault in played.faults]
+    assert {(f.target, f.peer) for f in faults} == {("decode-1", "prefill-2")}
+    assert not any(played.faults for played in make_plan(replace(only, links=())))

@@ -88,7 +88,7 @@ def test_why_there_is_no_link_is_said(monkeypatch: pytest.MonkeyPatch):
     assert set(network.network_of("nixl")[1]) == {"link_cut", "link_slow"}
 
 
-def test_workers_with_the_far_index_live_on_the_far_host():
-    assert network.is_far("decode-1")
-    assert not network.is_far("decode-0")
-    assert not network.is_far("decode-11")
+def test_the_pair_that_serves_first_lives_on_two_hosts():
+    assert [network.is_far(name) for name in ("prefill-0", "decode-0")] == [False, True]
+    assert [network.is_far(name) for name in ("prefill-1", "decode-1")] == [True, False]
+    assert not network.is_far("prefill-11")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.selftest.cli import MODELS
+from cluster.selftest.rows import ROWS
 from tests.support.documents import DOCUMENTS, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,3 +87,18 @@ def test_a_placeholder_is_seen() -> None:
     for line in ("Set GENLOCK_CA.", "| TTFT | P99 ms |", "## API", "- OK", "| 0 | 1 |", "```\nEOF\n```"):
         assert placeholders(line) == [], line
     assert placeholders("```\nGATEWAY_TABLE\n```\n") == ["GATEWAY_TABLE"]
+
+
+def test_the_readmes_fault_table_is_that_of_the_rows() -> None:
+    """Its results are a run's, written by `.ci/readme_table`; which rows there are and what their controls leave out
+    are the code's."""
+    text = (
+        (ROOT / "README.md").read_text().split("<!-- fault table: start -->")[1].split("<!-- fault table: end -->")[0]
+    )
+    told = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    good = ["ok", "ok", "fail-closed"]
+    assert [[cells[0], cells[1], cells[5], *cells[3:5], cells[6]] for cells in told[2:]] == [
+        [row.number, row.name, f"{', '.join(row.off)}: wrong answer", *good] for row in ROWS
+    ], "run: genlock selftest -o json > report.json; .ci/readme_table report.json"
+    count = len(ROWS) * len(MODELS)
+    assert f"\n{count} of {count} rows ({' and '.join(MODELS)})" in text

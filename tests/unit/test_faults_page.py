@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
-from bench.faults.page import FAULTS, PUSH, control_text, page, proof_text
-from bench.faults.proofs import all_missing, missing
+import pytest
+from click.testing import CliRunner
+
+from bench.faults import controls
+from bench.faults.cli import command
+from bench.faults.controls import Control, Record
+from bench.faults.found import FOUND
+from bench.faults.page import FAULTS, FIVE, MEASURED, PUSH, control_text, page, proof_text
+from bench.faults.proofs import all_missing, missing, rows
 from bench.faults.record import address
+from kvstore.errors import InvalidInput
 
 ROOT = Path(__file__).resolve().parents[2]
 # The kinds' numbers are names: stable, and some are not in use.
@@ -33,7 +42,7 @@ def test_every_kind_has_its_row_and_its_proof():
 
 
 def test_every_test_that_is_named_exists():
-    assert not all_missing(FAULTS, ROOT)
+    assert not all_missing((*FAULTS, *FOUND), ROOT)
     push = replace(FAULTS[0], shown=tuple(proof for _, proofs in PUSH for proof in proofs))
     assert not all_missing([push], ROOT)
 
@@ -63,5 +72,55 @@ def test_links_and_controls_read_as_they_should():
     assert address("vllm#1") == "[vllm#1](https://github.com/vllm-project/vllm/issues/1)"
     assert address("a/b#2") == "[a/b#2](https://github.com/a/b/issues/2)"
     assert proof_text("tests/x.py::test_y") == "[`test_y`](../tests/x.py)"
-    assert control_text(replace(FAULTS[0], control=("row 7",))) == "`row 7` without digest: wrong answer"
-    assert control_text(replace(FAULTS[0], control=())) == "none"
+    record = Record("2026-01-01", {"7": Control(("digest",), {"probe": True})})
+    assert control_text(replace(FAULTS[0], control=("row 7",)), record) == "`row 7` without digest: wrong answer"
+    assert (
+        control_text(replace(FAULTS[0], control=("row 7",)), Record()) == "`row 7` without digest: no result recorded"
+    )
+    assert control_text(replace(FAULTS[0], control=()), record) == "none"
+    assert control_text(replace(FOUND[0], control=(), no_control="too slow"), record) == "none: too slow"
+
+
+def test_a_fault_that_was_found_here_has_its_test_and_its_control_or_says_why_not():
+    for fault in FOUND:
+        assert fault.shown
+        assert bool(fault.control) != bool(fault.no_control)
+        assert fault.was.endswith(".")
+        assert fault.now.endswith(".")
+
+
+def test_every_row_that_is_named_as_a_control_was_recorded_and_noticed():
+    record = controls.read(MEASURED)
+    named = {proof.removeprefix("row ") for f in (*FAULTS, *FOUND) for proof in f.control if proof.startswith("row ")}
+    named |= {number for *_, number in FIVE}
+    told = {number: record.told(number, rows()[number].off) for number in sorted(named)}
+    assert told == dict.fromkeys(sorted(named), "wrong answer"), "run the selftest and record its report"
+
+
+def test_a_control_that_noticed_nothing_or_ran_with_other_checks_off_is_told_so():
+    record = Record("", {"7": Control(("digest",), {"probe": True, "smollm2": False}), "8": Control(("digest",), {})})
+    assert record.told("7", ("digest",)) == "NOT NOTICED with smollm2"
+    assert record.told("7", ("digest", "header")) == "no result recorded"
+    assert record.told("8", ("digest",)) == "no result recorded"
+    assert record.told("9", ("digest",)) == "no result recorded"
+
+
+def test_a_report_of_the_selftest_is_recorded_and_read_again(tmp_path: Path):
+    row = {"number": "6a", "checks_off": ["digest"], "model": "probe", "control_wrong": True}
+    record = controls.record_of({"rows": [row, {**row, "model": "smollm2", "control_wrong": False}]}, "2026-01-01")
+    assert record.rows == {"6a": Control(("digest",), {"probe": True, "smollm2": False})}
+    assert record.models == ("probe", "smollm2")
+    (tmp_path / controls.FILE).write_text(controls.text_of(record))
+    assert controls.read(tmp_path) == record
+    assert controls.read(tmp_path / "nowhere") == Record()
+    for bad in ([], {}, {"rows": [{}]}, {"rows": 3}):
+        with pytest.raises(InvalidInput):
+            controls.record_of(bad, "")
+
+
+def test_the_command_records_a_report_before_it_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = {"number": "4", "checks_off": list(rows()["4"].off), "model": "probe", "control_wrong": True}
+    (tmp_path / "report.json").write_text(json.dumps({"rows": [row]}))
+    monkeypatch.setattr("bench.faults.cli.MEASURED", tmp_path)
+    done = CliRunner().invoke(command, ["--check", "--controls", str(tmp_path / "report.json")])
+    assert controls.read(tmp_path).told("4", rows()["4"].off) == "wrong answer", done.output
