@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from cluster.output import output_option, text
 from kvstore.checks import check_names
 from sim.controls import line, run_controls
 from sim.coverage import rejects, table
@@ -16,6 +17,8 @@ from sim.laws import LAWS
 from sim.minimise import minimise
 from sim.runner import Report, run, swarm
 from sim.world import make_kit
+
+DATA = ("json", "yaml")
 
 
 class SeedRange(click.ParamType[range]):
@@ -39,7 +42,7 @@ Examples:
   genlock sim --seeds 0:1000
   genlock sim --replay 4711
   genlock sim --seeds 0:2000 --without header --json
-  genlock sim --list-checks""",
+  genlock sim --list-checks -o yaml""",
 )
 @click.option("--list-checks", is_flag=True, help="List the checks that --without can switch off, and the laws.")
 @click.option("--seeds", type=SeedRange(), default="0:1000", show_default=True, help="Seeds to play.")
@@ -49,7 +52,8 @@ Examples:
 @click.option("--without", "without", type=click.Choice(check_names()), multiple=True, help="Switch a check off.")
 @click.option("--law", "laws", type=click.Choice(tuple(LAWS)), multiple=True, help="Count these laws only.")
 @click.option("--controls", is_flag=True, help="Run every negative control over --seeds; print the table.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
+@output_option
 def sim_command(
     list_checks: bool,
     seeds: range,
@@ -60,6 +64,7 @@ def sim_command(
     laws: tuple[str, ...],
     controls: bool,
     as_json: bool,
+    output: str,
 ) -> None:
     """Play the cluster's cores against faults, each run decided by its seed alone.
 
@@ -67,31 +72,32 @@ def sim_command(
     by nobody.
     """
     counted = laws or tuple(LAWS)
+    output = "json" if as_json else output
     if list_checks:
-        _list(as_json)
+        _list(output)
     elif controls:
-        _controls(seeds, jobs, as_json)
+        _controls(seeds, jobs, output)
     elif replay is not None:
-        _replay(replay, without, counted, as_json)
+        _replay(replay, without, counted, output)
     else:
-        _swarm(seeds, jobs, events, without, counted, as_json)
+        _swarm(seeds, jobs, events, without, counted, output)
 
 
-def _list(as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"checks": list(check_names()), "laws": LAWS}))
+def _list(output: str) -> None:
+    if output in DATA:
+        _print(output, {"checks": list(check_names()), "laws": LAWS})
         return
     click.echo("checks: " + " ".join(check_names()))
     for law, meaning in LAWS.items():
         click.echo(f"law {law}: {meaning}")
 
 
-def _replay(seed: int, without: tuple[str, ...], laws: tuple[str, ...], as_json: bool) -> None:
+def _replay(seed: int, without: tuple[str, ...], laws: tuple[str, ...], output: str) -> None:
     result = run(seed, without=without, laws=laws)
     report = Report()
     report.add(result)
-    if as_json:
-        click.echo(json.dumps(report.as_json() | {"trace": result.trace, "outcomes": dict(result.outcomes)}))
+    if output in DATA:
+        _print(output, report.as_json() | {"trace": result.trace, "outcomes": dict(result.outcomes)})
     else:
         click.echo(f"seed {seed}: trace {result.trace}, {result.events} events")
         click.echo("armed: " + (", ".join(sample_faults(seed).armed) or "nothing"))
@@ -101,18 +107,18 @@ def _replay(seed: int, without: tuple[str, ...], laws: tuple[str, ...], as_json:
     sys.exit(1 if bool(report.violations) is not bool(without) else 0)
 
 
-def _controls(seeds: range, jobs: int, as_json: bool) -> None:
-    results = run_controls(seeds=seeds, jobs=jobs, on_result=lambda r: click.echo(line(r), err=as_json))
-    if as_json:
-        click.echo(json.dumps([
+def _controls(seeds: range, jobs: int, output: str) -> None:
+    results = run_controls(seeds=seeds, jobs=jobs, on_result=lambda r: click.echo(line(r), err=output in DATA))
+    if output in DATA:
+        _print(output, [
             {"checks": r.control.checks, "laws": r.control.laws, "seeds_to_first_violation": r.seeds}
             for r in results
-        ]))  # fmt: skip
+        ])  # fmt: skip
     sys.exit(1 if any(r.seeds is None for r in results) else 0)
 
 
 def _swarm(
-    seeds: range, jobs: int, events: int | None, without: tuple[str, ...], laws: tuple[str, ...], as_json: bool
+    seeds: range, jobs: int, events: int | None, without: tuple[str, ...], laws: tuple[str, ...], output: str
 ) -> None:
     with click.progressbar(length=len(seeds), label="seeds", file=sys.stderr) as bar:
 
@@ -124,9 +130,9 @@ def _swarm(
             on_progress=progress,
         )  # fmt: skip
     until = None if report.first_failing_seed is None else report.first_failing_seed - seeds.start + 1
-    if as_json:
+    if output in DATA:
         control = {"seeds_to_first_violation": until} if without else {}
-        click.echo(json.dumps(report.as_json() | control))
+        _print(output, report.as_json() | control)
         for seed, violation in report.failures if not without else ():
             click.echo(f"seed {seed}: {violation}", err=True)
     else:
@@ -135,6 +141,11 @@ def _swarm(
             click.echo(f"without {', '.join(without)}: first violation after {until or 'more than all'} seeds")
         _tell_failures(report, without)
     sys.exit(1 if bool(report.violations) is not bool(without) else 0)
+
+
+def _print(output: str, tree: Any) -> None:
+    """JSON stays one line: a run of many slices keeps a line for each."""
+    click.echo(json.dumps(tree) if output == "json" else text(output, tree))
 
 
 def _tell(report: Report) -> None:

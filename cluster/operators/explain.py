@@ -309,6 +309,8 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                       "Set a policy (`genlock autoscale set`), or run a controller that has one.", False),
     "no_network": ("UNAVAILABLE", "The test network between two namespaces could not be made.",
                    "Run as root with iproute2, or leave the link faults out.", False),
+    "balloon_failed": ("UNAVAILABLE", "A run's pressure on memory could not be made or did not end.",
+                       "Read the message; give the host more memory, or leave the kind out with --fault.", False),
     "superseded": ("UNAVAILABLE", "A later life of the controller has taken over; this one changes nothing.",
                    "Ask again: the gateway finds the present one.", True),
     "registry_busy": ("UNAVAILABLE", "The registry changed under every try.", "Try again.", True),
@@ -340,12 +342,13 @@ _SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
 # Reasons of INVALID_ARGUMENT beside those that say it by their first word.
 _PLAIN_INPUT = frozenset(
     """answer_too_long body_too_large context_exceeded context_too_long empty_prompt empty_token fault_not_possible
-    format_not_built fp16_unavailable jwt_not_installed malformed_request method_not_allowed model_differs
-    model_not_installed no_matplotlib no_ray_cluster no_secret no_service_account no_shared_registry no_such_file
-    no_ticket nothing_named order_not_built other_engine other_layout other_protocol page_out_of_range peer_refused
-    prefill_not_named prompt_too_long record_newer second_ticket slot_bytes_differ slot_twice text_too_long
-    token_out_of_range tokenizer_differs too_many_pages tools_unsupported tracing_not_installed triton_missing
-    unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
+    format_not_built fp16_unavailable jwt_not_installed malformed_request max_tokens_over_context
+    method_not_allowed model_differs model_not_installed no_content no_matplotlib no_messages no_model no_prompt
+    no_ray_cluster no_secret no_service_account no_shared_registry no_such_file no_ticket nothing_named
+    order_not_built other_engine other_layout other_protocol page_out_of_range peer_refused prefill_not_named
+    prompt_too_large prompt_too_long record_newer second_ticket slot_bytes_differ slot_twice text_too_long
+    token_out_of_range tokenizer_differs too_many_messages too_many_pages too_many_stops too_many_tools
+    tools_unsupported tracing_not_installed transfer_field triton_missing unserved_layout weak_secret""".split()  # noqa: SIM905  # a list of words reads better so
 )
 _LIFECYCLE = frozenset(
     """double_free generation_exhausted handoff_exists header_not_own not_open not_owner not_sealed page_busy

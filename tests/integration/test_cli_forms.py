@@ -26,7 +26,7 @@ OTHERS = {
     "demo": "an answer, told as it comes", "generate": "an answer: text or JSON", "chat": "a talk",
     "top": "a live picture", "completion": "a script", "certs": "files", "keys create": "a key, alone on stdout",
     "keys revoke": "nothing", "keys digest": "a digest, alone on stdout", "manifest values": "a file as it is",
-    "manifest chart": "a path, for $(...)", "sim": "a search: lines or one JSON object",
+    "manifest chart": "a path, for $(...)",
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ TRACE = (
 ALONE = [
     ["explain"], ["explain", "digest_mismatch"], ["doctor"], ["manifest", "render", "--values", "laptop"],
     ["manifest", "check", "broken.yaml"], ["autoscale", "simulate", "--trace", "trace.jsonl"],
-    ["chaos", "--plan", "--seed", "3"], ["config"],
+    ["chaos", "--plan", "--seed", "3"], ["config"], ["sim", "--list-checks"],
 ]  # fmt: skip
 # YAML in a form of its own: documents for kubectl, and a file that --config takes.
 OWN_YAML = ("manifest render", "config")

@@ -18,8 +18,11 @@ from cluster.cli.main import cli
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "deploy" / "README.md")
 MARK = "<!-- run"
+# `with A => B; C => D`: what is run is a shorter variant, or one that fits the cluster of the tests.
 BLOCK = re.compile(
-    r"^(<!-- run(?: needs ([\w.-]+)|( at a cluster))? -->\n)?```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(<!-- run(?: needs ([\w.-]+)| at a (cluster|registry))?(?: with (.+?))? -->\n)?"
+    r"```(console|python)\n(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LIMIT_S = 180
@@ -29,19 +32,31 @@ DATA = ("yaml", "python", "json", "toml")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of commands, or of Python. `needs` is a module without which it is skipped; `at_cluster`: it is run
-    where a cluster serves at the default ports."""
+    """One block of commands, or of Python. `needs` is a module without which it is skipped; `at`: what it is run at, a
+    `cluster` that serves at the default ports, or a `registry` that cluster.yaml names; `instead`: what is replaced in
+    the commands when they are run."""
 
     where: str
     needs: str
     commands: tuple[str, ...]
     run: bool
-    at_cluster: bool = False
+    at: str = ""
     python: bool = False
+    instead: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def at_cluster(self) -> bool:
+        return self.at == "cluster"
 
     @property
     def script(self) -> str:
-        return "\n".join(self.commands if self.python else ("set -euo pipefail", *self.commands))
+        """Raises ValueError where something is to be replaced that is not there."""
+        text = "\n".join(self.commands)
+        for said, done in self.instead:
+            if said not in text:
+                raise ValueError(f"{self.where}: nothing reads {said!r}")
+            text = text.replace(said, done)
+        return text if self.python else f"set -euo pipefail\n{text}"
 
 
 def name_of(document: Path) -> str:
@@ -52,12 +67,12 @@ def blocks(text: str, name: str) -> list[Block]:
     """All blocks of commands and of Python. A command begins at `$ ` and goes on over lines that are indented."""
     found = []
     for match in BLOCK.finditer(text):
-        mark, needs, at_cluster, language, body = match.groups()
+        mark, needs, at, changes, language, body = match.groups()
         where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
         commands = (body,) if language == "python" else tuple(console(body))
-        found.append(
-            Block(where, needs or "", commands, mark is not None, at_cluster is not None, language == "python")
-        )
+        pairs = [change.partition(" => ") for change in changes.split("; ")] if changes else []
+        instead = tuple((said, done) for said, _arrow, done in pairs)
+        found.append(Block(where, needs or "", commands, mark is not None, at or "", language == "python", instead))
     return found
 
 

@@ -9,15 +9,24 @@ import pytest
 
 from tests.support.documents import DOCUMENTS, MARK, Block, all_blocks, blocks, calls, check, name_of, run, said
 
+# What the commands of the documents read.
+FILES = {
+    "requests.jsonl": '{"at_s": 0.5, "prompt_tokens": 900, "output_tokens": 20}\n'
+    '{"at_s": 90, "prompt_tokens": 90, "output_tokens": 40}\n',
+    "policy.yaml": "slo: {ttft_ms: 1500}\ndecode: {low: 1, high: 4}\n",
+}
+
 
 def runnable() -> list[Block]:
-    return [block for block in all_blocks() if block.run and not block.at_cluster]
+    return [block for block in all_blocks() if block.run and not block.at]
 
 
 @pytest.mark.parametrize("block", runnable(), ids=lambda block: block.where)
 def test_the_commands_run(block: Block, tmp_path: Path) -> None:
     if block.needs:
         pytest.importorskip(block.needs)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     done = run(block.script, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -96,7 +105,14 @@ def test_blocks_are_read() -> None:
     assert first == Block("x.md:3", "json", ("echo a \\\n    b", "false"), True)
     assert second == Block("x.md:11", "", ("true",), False)
     (third,) = blocks("<!-- run at a cluster -->\n```python\nprint(1)\n```\n", "x.md")
-    assert third == Block("x.md:1", "", ("print(1)\n",), True, at_cluster=True, python=True)
+    assert third == Block("x.md:1", "", ("print(1)\n",), True, at="cluster", python=True)
+    (fourth,) = blocks("<!-- run at a registry with a b => c; 100 => 3 -->\n```console\n$ a b 100\n```\n", "x.md")
+    assert fourth == Block("x.md:1", "", ("a b 100",), True, at="registry", instead=(("a b", "c"), ("100", "3")))
+    assert fourth.script == "set -euo pipefail\nc 3"
+    (fifth,) = blocks("<!-- run needs json with 100 => 3 -->\n```console\n$ a 10\n```\n", "x.md")
+    assert (fifth.needs, fifth.instead) == ("json", (("100", "3"),))
+    with pytest.raises(ValueError, match="100"):
+        fifth.script  # noqa: B018  # what is replaced must be there
 
 
 def test_a_command_that_fails_is_seen(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,43 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("kvstore", "model", "wire", "prefill", "decode", "cluster")
 
 
-def raised() -> dict[str, set[type[GenlockError]]]:
-    """reason -> the classes that are made with it, by their literal first argument."""
-    classes = error_classes()
-    found: dict[str, set[type[GenlockError]]] = defaultdict(set)
+def trees() -> Iterator[ast.Module]:
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if not isinstance(node, ast.Call) or not node.args:
-                    continue
-                name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-                first = node.args[0]
-                if name in classes and isinstance(first, ast.Constant) and isinstance(first.value, str):
-                    found[first.value].add(classes[name])
+            yield ast.parse(path.read_text("utf-8"))
+
+
+def makers() -> dict[str, type[GenlockError]]:
+    """Functions that make an error from a reason, their first parameter, by name; as `bad(reason, field, what)`."""
+    classes = error_classes()
+    return {
+        node.name: classes[node.returns.id]
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and isinstance(node.returns, ast.Name)
+        and node.returns.id in classes
+        and [parameter.arg for parameter in node.args.args[:1]] == ["reason"]
+    }
+
+
+def raised() -> dict[str, set[type[GenlockError]]]:
+    """reason -> the classes that are made with it, by the literal first argument of a class or of a maker."""
+    made = makers()
+    known = {**error_classes(), **made}
+    found: dict[str, set[type[GenlockError]]] = defaultdict(set)
+    for tree in trees():
+        # A module may have a function of that name which takes something else first.
+        others = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in made
+                  and [parameter.arg for parameter in node.args.args[:1]] != ["reason"]}  # fmt: skip
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            first = node.args[0]
+            literal = isinstance(first, ast.Constant) and isinstance(first.value, str)
+            if literal and name in known and name not in others:
+                found[first.value].add(known[name])
     return found
 
 
@@ -37,6 +62,7 @@ def test_the_search_finds_reasons() -> None:
     found = raised()
     assert len(found) > 150
     assert {kind.__name__ for kind in found["source_moved_on"]} == {"StalePage"}
+    assert {kind.__name__ for kind in found["too_many_stops"]} == {"InvalidInput"}, "made by a function"
 
 
 def test_every_reason_is_explained_with_its_status() -> None:
