@@ -128,7 +128,7 @@ class World:
         self.partition: tuple[str, str, int] = ("", "", 0)
         self.requests: list[Request] = []
         self._oracles: dict[tuple[int, ...], Oracle] = {}
-        self._heavy_every = heavy_every or _heavy_every(seed)
+        self._heavy_every = heavy_every or audited_every(seed)
         self.prefills = [PrefillWorker(self, i, self.shape.prefill_limits) for i in range(self.shape.prefills)]
         self.decodes = [DecodeWorker(self, i, self._decode_limits()) for i in range(self.shape.decodes)]
         self.workers: list[Worker] = [*self.prefills, *self.decodes]
@@ -381,7 +381,7 @@ class World:
         return Counter(r.error.reason if r.error else "ok" for r in self.requests if r.ended)
 
 
-def _heavy_every(seed: int) -> int:
+def audited_every(seed: int) -> int:
     """Events between two full audits: what is wrong for less than that can pass in most seeds, in the others not."""
     return 1 if random.Random(f"{seed}/audit").random() < EVERY_EVENT_SHARE else HEAVY_EVERY
 

@@ -10,8 +10,9 @@ from kvstore.checks import ALL_CHECKS
 from sim import audit
 from sim.faults import NO_FAULTS
 from sim.laws import LAWS
-from sim.world import World, make_kit
-from tests.sim.sabotage import ALSO, SABOTAGE
+from sim.worker import TICK_MS
+from sim.world import HEAVY_EVERY, World, audited_every, make_kit
+from tests.sim.sabotage import ALSO, SABOTAGE, lose_page
 
 KIT = make_kit()
 SEED = 6
@@ -67,3 +68,23 @@ def test_a_dead_checker_is_noticed(monkeypatch):
     monkeypatch.setattr(audit, "light", lambda w: None)
     monkeypatch.setattr(audit, "_states", lambda w, worker: None)
     assert verdict("page_lost") != "page_lost"
+
+
+def test_a_page_lost_in_a_tick_is_noticed_at_once():
+    w = World(SEED, KIT, NO_FAULTS, ALL_CHECKS, heavy_every=1 << 30)
+    worker = w.decodes[0]
+    tick = worker.tick
+
+    def lossy():
+        tick()
+        lose_page(w)
+
+    worker.tick = lossy
+    [found] = w.run()
+    assert (found.law, found.at_ms) == ("page_lost", TICK_MS)
+
+
+def test_some_seeds_are_audited_after_every_event():
+    every = [audited_every(seed) for seed in range(500)]
+    assert set(every) == {1, HEAVY_EVERY}
+    assert 25 < every.count(1) < 80

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
-from sim.coverage import REJECTS
-from sim.faults import NO_FAULTS, sample_faults, site_names
+from sim.coverage import GAPS, REJECTS
+from sim.faults import NO_FAULTS, Faults, sample_faults, site_names
 from sim.laws import LAWS
 from sim.minimise import minimise
 from sim.runner import Report, play, run
@@ -86,3 +87,21 @@ def test_a_failing_seed_becomes_a_small_test():
 
 def test_a_clean_seed_is_not_minimised():
     assert minimise(7, make_kit()) is None
+
+
+def test_leases_that_end_in_any_gap_break_no_law():
+    met: Counter[str] = Counter()
+    for seed in range(8):
+        result = run(seed, faults=Faults(lease_expires=0.3))
+        assert not result.violations, result.violations[0]
+        met.update(result.met)
+    assert all(met[f"lease ends {gap}"] for gap in GAPS), met
+
+
+def test_an_emptied_list_takes_nobody_away_for_long():
+    emptied = 0
+    for seed in range(8):
+        result = run(seed, faults=Faults(list_emptied=0.3, cordon=0.05))
+        assert not result.violations, result.violations[0]
+        emptied += result.injected["list_emptied"]
+    assert emptied
