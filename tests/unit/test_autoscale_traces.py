@@ -28,6 +28,7 @@ def test_the_page_tells_of_every_trace() -> None:
     assert tuple(TABLE) == NAMES
 
 
+@pytest.mark.timeout(300)  # a day of 86,000 requests on seven fleets takes its time on a busy host
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trace_does_what_the_page_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["autoscale", "simulate", "--trace", name, "--json"]) == 0
