@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from cluster.autoscale.scaler import Scaler
 from cluster.config import load
+from cluster.control import scaling
 from cluster.control.state import Phase
 from cluster.gateway.served import ServedModel
 from cluster.launch.launcher import InProcessLauncher
@@ -39,6 +41,15 @@ prefill: {{low: 1, high: 1}}
 decode: {{low: 1, high: {HIGH}}}
 up: {{delay_ms: 200, step: 1}}
 down: {{delay_ms: 600, step: 1}}
+"""
+
+PREFILL_POLICY = """
+mode: utilisation
+utilisation: {prefill: 0.05}
+prefill: {low: 1, high: 2}
+decode: {low: 1, high: 1}
+up: {delay_ms: 200, step: 1}
+down: {delay_ms: 600, step: 1}
 """
 
 
@@ -199,6 +210,46 @@ async def test_workers_come_with_the_load_and_go_with_it(subject: Subject) -> No
         told = await fleet("ExplainAutoscale", pb.ExplainAutoscaleRequest(limit=1000))
         events = await fleet("ListEvents", pb.ListEventsRequest(limit=1000))
         check_explained(list(told.decisions), list(events.events))
+
+
+@pytest.mark.timeout(300)
+async def test_prefill_workers_come_with_the_prompts_and_go_with_them(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same on the other side: prompts that nobody has seen before, each with a short answer."""
+    monkeypatch.setattr(scaling, "Scaler", lambda: Scaler(window_ms=2_000))
+    asking = True
+    wrong: list[object] = []
+
+    async def call(fleet: Fleet, number: int) -> int:
+        asked = 0
+        while asking:
+            prompt = subject.prompt(f"caller {number} asks {asked}", 192)
+            reply = await fleet.load.client.ask(prompt, 2)
+            asked += 1
+            if not subject.right(prompt, reply):
+                wrong.append(reply)
+        return asked
+
+    def both_compute(view: pb.FleetView) -> bool:
+        return sum(worker.role == "prefill" and worker.status.tokens > 0 for worker in view.workers) == 2
+
+    async with real_fleet(subject) as fleet:
+        await fleet("SetAutoscale", pb.SetAutoscaleRequest(policy=PREFILL_POLICY))
+        callers = [asyncio.create_task(call(fleet, number)) for number in range(6)]
+        grown = await fleet.until(lambda view: ready(view, Role.PREFILL) == 2, "prefill has not grown")
+        assert (grown.desired_prefill, grown.desired_decode) == (2, 1)
+        await fleet.until(both_compute, "the new one gets no prompts")
+        asking = False
+        asked = await asyncio.gather(*callers)
+        small = await fleet.until(lambda view: view.settled and len(view.workers) == 2, "prefill has not shrunk")
+        assert (small.desired_prefill, small.desired_decode) == (1, 1)
+        assert not wrong, wrong
+        assert min(asked) > 0
+        assert set(fleet.launcher.workers) == {worker.worker_id for worker in small.workers}
+        await pages_back(fleet.launcher)
+        up = await fleet.decided(lambda one: one.target.prefill > one.before.prefill)
+        assert any(line.startswith("prefill: ") and "tokens/s arrive" in line for line in up.reasons)
 
 
 async def test_a_worker_that_tells_nothing_holds_the_fleet_and_says_so(
