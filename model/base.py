@@ -74,7 +74,7 @@ class Tokenizer(Protocol):
 
     def encode_chat(
         self,
-        messages: list[dict[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] = (),
@@ -94,7 +94,7 @@ class Tokenizer(Protocol):
         """The bytes that one token adds to the text; b"" for an id outside the vocabulary."""
         ...
 
-    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """The chat as text, for people to read. Raises InvalidInput: bad_chat_template, bad_role or bad_messages."""
         ...
 

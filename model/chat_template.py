@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
-from jinja2 import Template, TemplateError, meta
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,6 +27,7 @@ MAX_CONTENT_CHARS = 4 << 20
 MAX_TEMPLATE_CHARS = 256 << 10
 MAX_OVERHEAD_CHARS = 64 << 10  # what a template may add, over twice the messages
 _MAX_REPEAT = 1 << 16
+_CALLS = "tool_calls"
 _TOOL_GROWTH = 4  # indented JSON is longer
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD
 
@@ -55,20 +56,23 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> RenderedChat:
-        """`tools`: JSON objects that are shown to the model. Raises InvalidInput: `bad_messages`, `bad_role` (field
-        `messages[i].role`), `tools_unsupported` (field `tools`) or `bad_chat_template`."""
+        """A message's values are texts, but for `tool_calls`, a list of JSON objects. `tools`: JSON objects that are
+        shown to the model. Raises InvalidInput: `bad_messages`, `bad_role` (field `messages[i].role`),
+        `tools_unsupported` (field `tools` or `messages[i].tool_calls`) or `bad_chat_template`."""
         check_messages(messages)
-        if tools and not self.takes_tools:
-            raise InvalidInput("tools_unsupported", "this model's chat template shows no tools", field="tools")
-        shown = json.dumps(tools, ensure_ascii=False) if tools else ""
-        mark = _unused_character("".join([shown, *(value for message in messages for value in message.values())]))
+        self._check_tools(messages, tools)
+        calls = [message[_CALLS] for message in messages if _CALLS in message]
+        shown = json.dumps([tools, calls], ensure_ascii=False) if tools or calls else ""
+        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+        mark = _unused_character("".join([shown, *texts]))
         marked = [self._mark(message, mark) for message in messages]
-        size = sum(len(value) for message in marked for value in message.values()) + _TOOL_GROWTH * len(shown)
+        size = sum(len(value) for message in marked for value in message.values() if isinstance(value, str))
+        size += _TOOL_GROWTH * len(shown)
         limit = 2 * size + MAX_OVERHEAD_CHARS
         parts: list[str] = []
         try:
@@ -97,6 +101,25 @@ class ChatTemplate:
         return "tools" in meta.find_undeclared_variables(_environment().parse(self.source))
 
     @cached_property
+    def takes_tool_calls(self) -> bool:
+        """Whether the template looks at `tool_calls` of a message. Raises InvalidInput (`bad_chat_template`)."""
+        self._template  # noqa: B018 # one that cannot be compiled is refused
+        tree = _environment().parse(self.source)
+        return any(one.attr == _CALLS for one in tree.find_all(nodes.Getattr)) or any(
+            one.value == _CALLS for one in tree.find_all(nodes.Const)
+        )
+
+    def _check_tools(self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]]) -> None:
+        """What a template does not show must not vanish."""
+        if tools and not self.takes_tools:
+            raise InvalidInput("tools_unsupported", "this model's chat template shows no tools", field="tools")
+        for index, message in enumerate(messages):
+            if message.get(_CALLS) and not self.takes_tool_calls:
+                where = f"messages[{index}].{_CALLS}"
+                what = "this model's chat template shows no calls of tools; send what was said as content"
+                raise InvalidInput("tools_unsupported", f"{where}: {what}", field=where)
+
+    @cached_property
     def _template(self) -> Template:
         if not self.source:
             raise InvalidInput("bad_chat_template", "this model has no chat template", field="messages")
@@ -111,16 +134,14 @@ class ChatTemplate:
     def _markers(self) -> re.Pattern[str] | None:
         return any_of(self.control_markers)
 
-    def _mark(self, message: Mapping[str, str], mark: str) -> dict[str, str]:
+    def _mark(self, message: Mapping[str, object], mark: str) -> dict[str, object]:
         """Puts the mark before every control marker in what the user wrote."""
         if self._markers is None:
             return dict(message)
-        return {
-            key: value if key == "role" else self._markers.sub(rf"{mark}\g<0>", value) for key, value in message.items()
-        }
+        return {key: value if key == "role" else self._mark_json(value, mark) for key, value in message.items()}
 
     def _mark_json(self, value: object, mark: str) -> object:
-        """The same for a tool: its names and texts are a user's words too."""
+        """The same for any JSON value: the names and texts of a tool are a user's words too."""
         if isinstance(value, str):
             return value if self._markers is None else self._markers.sub(rf"{mark}\g<0>", value)
         if isinstance(value, Mapping):
@@ -130,7 +151,7 @@ class ChatTemplate:
         return value
 
 
-def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def check_messages(messages: Sequence[Mapping[str, object]]) -> None:
     """Raises InvalidInput naming the first field that is not a message's."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidInput("bad_messages", f"a chat has 1 to {MAX_MESSAGES} messages", field="messages")
@@ -146,6 +167,9 @@ def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
         if "content" not in message:
             raise InvalidInput("bad_messages", f"{where} has no content", field=f"{where}.content")
         for key, value in message.items():
+            if key == _CALLS and isinstance(value, list):
+                total += len(json.dumps(value, ensure_ascii=False))
+                continue
             if not isinstance(value, str):
                 raise InvalidInput("bad_messages", f"{where}.{key} is not text", field=f"{where}.{key}")
             total += len(value)

@@ -82,7 +82,7 @@ class ByteLevelTokenizer:
 
     def encode_chat(
         self,
-        messages: list[dict[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] = (),
@@ -142,7 +142,7 @@ class ByteLevelTokenizer:
         r"""One token as text; a part of a character shows its bytes as `\xNN`."""
         return self.bytes_of(token_id).decode("utf-8", "backslashreplace")
 
-    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """See `Tokenizer.render_chat`."""
         return self.template.render(messages, add_generation_prompt=add_generation_prompt).text
 

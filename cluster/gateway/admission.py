@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,6 +41,7 @@ class Turn:
     content: str
     name: str = ""
     tool_call_id: str = ""
+    tool_calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,11 @@ def _turns(chat: pb.ChatPrompt, limits: ApiConfig) -> tuple[Turn, ...]:
         raise _bad("no_messages", "chat.messages", "must hold at least one message")
     if len(chat.messages) > MAX_MESSAGES:
         raise _bad("too_many_messages", "chat.messages", f"must hold at most {MAX_MESSAGES} messages")
-    turns = tuple(Turn(one.role, one.content, one.name, one.tool_call_id) for one in chat.messages)
-    size_bytes = sum(len(turn.content.encode()) for turn in turns) + sum(len(tool.encode()) for tool in chat.tools)
+    turns = tuple(
+        Turn(one.role, one.content, one.name, one.tool_call_id, tuple(one.tool_calls)) for one in chat.messages
+    )
+    texts = [*chat.tools, *(text for turn in turns for text in (turn.content, *turn.tool_calls))]
+    size_bytes = sum(len(text.encode()) for text in texts)
     _check_size(size_bytes, "chat.messages", limits)
     for index, turn in enumerate(turns):
         if turn.role not in ROLES:
@@ -185,21 +190,28 @@ def _turns(chat: pb.ChatPrompt, limits: ApiConfig) -> tuple[Turn, ...]:
         for name, value in (("name", turn.name), ("tool_call_id", turn.tool_call_id)):
             if len(value) > MAX_NAME_CHARS:
                 raise _bad(f"bad_{name}", f"chat.messages[{index}].{name}", f"is over {MAX_NAME_CHARS} characters")
+        if turn.tool_calls and turn.role != "assistant":
+            raise _bad("bad_tool", f"chat.messages[{index}].tool_calls", "are for messages of the assistant")
+        _check_objects(turn.tool_calls, f"chat.messages[{index}].tool_calls")
     return turns
 
 
 def _tools(chat: pb.ChatPrompt) -> tuple[str, ...]:
-    if len(chat.tools) > MAX_TOOLS:
-        raise _bad("too_many_tools", "chat.tools", f"holds {len(chat.tools)}; at most {MAX_TOOLS}")
-    for index, text in enumerate(chat.tools):
+    _check_objects(chat.tools, "chat.tools")
+    return tuple(chat.tools)
+
+
+def _check_objects(texts: Sequence[str], field: str) -> None:
+    if len(texts) > MAX_TOOLS:
+        raise _bad("too_many_tools", field, f"holds {len(texts)}; at most {MAX_TOOLS}")
+    for index, text in enumerate(texts):
         try:
             tool = json.loads(text)
             fits = isinstance(tool, dict) and _fits(tool, MAX_TOOL_DEPTH)
         except (ValueError, RecursionError):
             fits = False
         if not fits:
-            raise _bad("bad_tool", f"chat.tools[{index}]", f"must be a JSON object of at most {MAX_TOOL_DEPTH} levels")
-    return tuple(chat.tools)
+            raise _bad("bad_tool", f"{field}[{index}]", f"must be a JSON object of at most {MAX_TOOL_DEPTH} levels")
 
 
 def _fits(value: object, most: int) -> bool:

@@ -60,13 +60,15 @@ class PromptEncoder:
             raise InvalidInput(error.reason, error.message, field=field) from error
 
 
-def _message(turn: Turn) -> dict[str, str]:
-    """As chat templates know it: names only where there are any."""
-    optional = {"name": turn.name, "tool_call_id": turn.tool_call_id}
+def _message(turn: Turn) -> dict[str, object]:
+    """As chat templates know it: names and calls only where there are any."""
+    calls = [json.loads(call) for call in turn.tool_calls]
+    optional: dict[str, object] = {"name": turn.name, "tool_call_id": turn.tool_call_id, "tool_calls": calls}
     return {"role": turn.role, "content": turn.content, **{key: value for key, value in optional.items() if value}}
 
 
 def _chars(prompt: Prompt) -> int:
     if prompt.text is not None:
         return len(prompt.text)
-    return sum(len(turn.content) for turn in prompt.turns or ()) + sum(len(tool) for tool in prompt.tools)
+    texts = (text for turn in prompt.turns or () for text in (turn.content, *turn.tool_calls))
+    return sum(map(len, texts)) + sum(map(len, prompt.tools))

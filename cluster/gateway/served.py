@@ -19,7 +19,9 @@ class GatewayTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, str]], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], *, tools: Sequence[Mapping[str, object]] = ()
+    ) -> list[int]:
         """Ids of the rendered chat template. What users wrote never becomes a control token."""
         ...
 

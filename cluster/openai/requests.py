@@ -247,7 +247,7 @@ def _chat(body: Fields) -> pb.ChatPrompt:
 
 
 def _message(message: Fields) -> pb.ChatMessage:
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.raw(name) not in (None, []):
             raise bad("unsupported_field", message.name_of(name), "is not supported: send what was said as content")
     role = message.text("role")
@@ -258,7 +258,38 @@ def _message(message: Fields) -> pb.ChatMessage:
         content=_content(message),
         name=message.text("name") or "",
         tool_call_id=message.text("tool_call_id") or "",
+        tool_calls=_tool_calls(message),
     )
+
+
+def _tool_calls(message: Fields) -> list[str]:
+    """Calls that an assistant made, as JSON texts for the chat template; there, arguments are an object."""
+    calls = []
+    for index, item in enumerate(message.items("tool_calls") or []):
+        call = as_fields(item, f"{message.name_of('tool_calls')}[{index}]")
+        if call.text("type") not in (None, "function"):
+            raise bad("unsupported_field", call.name_of("type"), "is not supported; only function is")
+        function = call.group("function")
+        if function is None:
+            raise bad("bad_tool", call.name_of("function"), "is missing")
+        name = function.text("name")
+        if not name:
+            raise bad("bad_tool", function.name_of("name"), "is missing")
+        shown = {"name": name, "arguments": _arguments(function)}
+        text = json.dumps({"id": call.text("id") or "", "type": "function", "function": shown}, ensure_ascii=False)
+        calls.append(checked_text(text, function.name_of("arguments")))
+    return calls
+
+
+def _arguments(function: Fields) -> object:
+    text = function.text("arguments") or "{}"
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise bad("bad_tool", function.name_of("arguments"), "must be a JSON object, as text")
+    return tree
 
 
 def _content(message: Fields) -> str:

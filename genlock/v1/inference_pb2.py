@@ -24,53 +24,53 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agenlock/v1/inference.proto\x12\ngenlock.v1\"\xc1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\x05\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x15\n\x08logprobs\x18\x0c \x01(\x05H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x05H\t\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\x0e \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"P\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"F\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.genlock.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xb8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.genlock.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.genlock.v1.TokenPromptH\x00\x12\x33\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1a.genlock.v1.SamplingParams\x12\x13\n\x06stream\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10session_affinity\x18\x08 \x01(\t\x12&\n\x08priority\x18\t \x01(\x0e\x32\x14.genlock.v1.PriorityB\x08\n\x06promptB\t\n\x07_stream\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"d\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.genlock.v1.TopLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\x84\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x14\n\x0cper_token_ms\x18\x05 \x01(\x01\x12\x10\n\x08total_ms\x18\x06 \x01(\x01\"i\n\x0cVerification\x12\x16\n\x0epages_received\x18\x01 \x01(\x03\x12\x16\n\x0e\x62ytes_received\x18\x02 \x01(\x03\x12\x13\n\x0bread_checks\x18\x03 \x01(\x03\x12\x14\n\x0cwrite_checks\x18\x04 \x01(\x03\"\xbd\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.genlock.v1.TokenLogprob\x12&\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x14.genlock.v1.Finished\"\xf8\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.genlock.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.genlock.v1.Usage\x12$\n\x07timings\x18\x03 \x01(\x0b\x32\x13.genlock.v1.Timings\x12.\n\x0cverification\x18\x04 \x01(\x0b\x32\x18.genlock.v1.Verification\x12\x14\n\x0cmatched_stop\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.genlock.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"=\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x05\"\x15\n\x13GetModelInfoRequest\"\xbe\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\x05\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\x05\x12\x11\n\tkv_format\x18\x07 \x01(\t\x12\x17\n\x0ftransfer_engine\x18\x08 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03\x32\xb3\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.genlock.v1.GenerateRequest\x1a\x1c.genlock.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.genlock.v1.TokenizeRequest\x1a\x1c.genlock.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.genlock.v1.GetModelInfoRequest\x1a .genlock.v1.GetModelInfoResponse\x12<\n\x05\x41\x62ort\x12\x18.genlock.v1.AbortRequest\x1a\x19.genlock.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agenlock/v1/inference.proto\x12\ngenlock.v1\"\xc1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\x05\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x15\n\x08logprobs\x18\x0c \x01(\x05H\x08\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\x05H\t\x88\x01\x01\x12\x13\n\x0bjson_schema\x18\x0e \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x04\n\x02_n\"d\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x12\n\ntool_calls\x18\x05 \x03(\t\"F\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.genlock.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xb8\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.genlock.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.genlock.v1.TokenPromptH\x00\x12\x33\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1a.genlock.v1.SamplingParams\x12\x13\n\x06stream\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10session_affinity\x18\x08 \x01(\t\x12&\n\x08priority\x18\t \x01(\x0e\x32\x14.genlock.v1.PriorityB\x08\n\x06promptB\t\n\x07_stream\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"d\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.genlock.v1.TopLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\x84\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x14\n\x0cper_token_ms\x18\x05 \x01(\x01\x12\x10\n\x08total_ms\x18\x06 \x01(\x01\"i\n\x0cVerification\x12\x16\n\x0epages_received\x18\x01 \x01(\x03\x12\x16\n\x0e\x62ytes_received\x18\x02 \x01(\x03\x12\x13\n\x0bread_checks\x18\x03 \x01(\x03\x12\x14\n\x0cwrite_checks\x18\x04 \x01(\x03\"\xbd\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.genlock.v1.TokenLogprob\x12&\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x14.genlock.v1.Finished\"\xf8\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.genlock.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.genlock.v1.Usage\x12$\n\x07timings\x18\x03 \x01(\x0b\x32\x13.genlock.v1.Timings\x12.\n\x0cverification\x18\x04 \x01(\x0b\x32\x18.genlock.v1.Verification\x12\x14\n\x0cmatched_stop\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.genlock.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"=\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x05\"\x15\n\x13GetModelInfoRequest\"\xbe\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\x05\x12\x13\n\x0bpage_tokens\x18\x06 \x01(\x05\x12\x11\n\tkv_format\x18\x07 \x01(\t\x12\x17\n\x0ftransfer_engine\x18\x08 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03\x32\xb3\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.genlock.v1.GenerateRequest\x1a\x1c.genlock.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.genlock.v1.TokenizeRequest\x1a\x1c.genlock.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.genlock.v1.GetModelInfoRequest\x1a .genlock.v1.GetModelInfoResponse\x12<\n\x05\x41\x62ort\x12\x18.genlock.v1.AbortRequest\x1a\x19.genlock.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'genlock.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2378
-  _globals['_FINISHREASON']._serialized_end=2473
-  _globals['_PRIORITY']._serialized_start=2475
-  _globals['_PRIORITY']._serialized_end=2569
+  _globals['_FINISHREASON']._serialized_start=2398
+  _globals['_FINISHREASON']._serialized_end=2493
+  _globals['_PRIORITY']._serialized_start=2495
+  _globals['_PRIORITY']._serialized_end=2589
   _globals['_SAMPLINGPARAMS']._serialized_start=43
   _globals['_SAMPLINGPARAMS']._serialized_end=492
   _globals['_CHATMESSAGE']._serialized_start=494
-  _globals['_CHATMESSAGE']._serialized_end=574
-  _globals['_CHATPROMPT']._serialized_start=576
-  _globals['_CHATPROMPT']._serialized_end=646
-  _globals['_TOKENPROMPT']._serialized_start=648
-  _globals['_TOKENPROMPT']._serialized_end=680
-  _globals['_GENERATEREQUEST']._serialized_start=683
-  _globals['_GENERATEREQUEST']._serialized_end=995
-  _globals['_TOPLOGPROB']._serialized_start=997
-  _globals['_TOPLOGPROB']._serialized_end=1058
-  _globals['_TOKENLOGPROB']._serialized_start=1060
-  _globals['_TOKENLOGPROB']._serialized_end=1160
-  _globals['_USAGE']._serialized_start=1162
-  _globals['_USAGE']._serialized_end=1242
-  _globals['_TIMINGS']._serialized_start=1245
-  _globals['_TIMINGS']._serialized_end=1377
-  _globals['_VERIFICATION']._serialized_start=1379
-  _globals['_VERIFICATION']._serialized_end=1484
-  _globals['_GENERATERESPONSE']._serialized_start=1487
-  _globals['_GENERATERESPONSE']._serialized_end=1676
-  _globals['_FINISHED']._serialized_start=1679
-  _globals['_FINISHED']._serialized_end=1927
-  _globals['_TOKENIZEREQUEST']._serialized_start=1929
-  _globals['_TOKENIZEREQUEST']._serialized_end=2027
-  _globals['_TOKENIZERESPONSE']._serialized_start=2029
-  _globals['_TOKENIZERESPONSE']._serialized_end=2090
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2092
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2113
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2116
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2306
-  _globals['_ABORTREQUEST']._serialized_start=2308
-  _globals['_ABORTREQUEST']._serialized_end=2342
-  _globals['_ABORTRESPONSE']._serialized_start=2344
-  _globals['_ABORTRESPONSE']._serialized_end=2376
-  _globals['_INFERENCESERVICE']._serialized_start=2572
-  _globals['_INFERENCESERVICE']._serialized_end=2879
+  _globals['_CHATMESSAGE']._serialized_end=594
+  _globals['_CHATPROMPT']._serialized_start=596
+  _globals['_CHATPROMPT']._serialized_end=666
+  _globals['_TOKENPROMPT']._serialized_start=668
+  _globals['_TOKENPROMPT']._serialized_end=700
+  _globals['_GENERATEREQUEST']._serialized_start=703
+  _globals['_GENERATEREQUEST']._serialized_end=1015
+  _globals['_TOPLOGPROB']._serialized_start=1017
+  _globals['_TOPLOGPROB']._serialized_end=1078
+  _globals['_TOKENLOGPROB']._serialized_start=1080
+  _globals['_TOKENLOGPROB']._serialized_end=1180
+  _globals['_USAGE']._serialized_start=1182
+  _globals['_USAGE']._serialized_end=1262
+  _globals['_TIMINGS']._serialized_start=1265
+  _globals['_TIMINGS']._serialized_end=1397
+  _globals['_VERIFICATION']._serialized_start=1399
+  _globals['_VERIFICATION']._serialized_end=1504
+  _globals['_GENERATERESPONSE']._serialized_start=1507
+  _globals['_GENERATERESPONSE']._serialized_end=1696
+  _globals['_FINISHED']._serialized_start=1699
+  _globals['_FINISHED']._serialized_end=1947
+  _globals['_TOKENIZEREQUEST']._serialized_start=1949
+  _globals['_TOKENIZEREQUEST']._serialized_end=2047
+  _globals['_TOKENIZERESPONSE']._serialized_start=2049
+  _globals['_TOKENIZERESPONSE']._serialized_end=2110
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2112
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2133
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2136
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2326
+  _globals['_ABORTREQUEST']._serialized_start=2328
+  _globals['_ABORTREQUEST']._serialized_end=2362
+  _globals['_ABORTRESPONSE']._serialized_start=2364
+  _globals['_ABORTRESPONSE']._serialized_end=2396
+  _globals['_INFERENCESERVICE']._serialized_start=2592
+  _globals['_INFERENCESERVICE']._serialized_end=2899
 # @@protoc_insertion_point(module_scope)

@@ -187,12 +187,19 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or tool."""
     content: _builtins.str
     name: _builtins.str
     """Who speaks, and which call of a tool this answers: for templates that show them. May be empty."""
     tool_call_id: _builtins.str
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Calls of tools that an assistant's message made, each a JSON object as the chat template shows it (arguments an
+        object, not text). Refused where the template shows none. At most 128.
+        """
+
     def __init__(
         self,
         *,
@@ -200,10 +207,11 @@ class ChatMessage(_message.Message):
         content: _builtins.str = ...,
         name: _builtins.str = ...,
         tool_call_id: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import CorruptPage
 from tests.support.fake_workers import ByteTokenizer, finished, say, tokens
-from tests.support.http_door import scripted
+from tests.support.http_door import ProbeCluster, scripted
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
@@ -22,7 +22,30 @@ class ToolTokenizer(ByteTokenizer):
 
     def encode_chat(self, messages, *, add_generation_prompt=True, tools=()) -> list[int]:
         shown = "".join(f"<{tool['function']['name']}>" for tool in tools)
-        return self.encode(shown) + super().encode_chat(messages)
+        made = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        told = "".join(f"{one['name']}({one['arguments']})" for one in made)
+        return self.encode(shown) + super().encode_chat(messages) + self.encode(told)
+
+
+async def test_the_second_turn_of_a_talk_with_a_tool():
+    """As the stock client sends it: the assistant's call, then what the tool said."""
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": 2}'}}
+    talk = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    talk += [{"role": "tool", "tool_call_id": "c1", "content": "12:00"}]
+    async with scripted(say(tokens("ok"), finished(2)), tokenizer=ToolTokenizer()) as env:
+        reply = await env.client.chat.completions.create(model="toy", messages=talk, tools=[TOOL])
+        assert reply.choices[0].message.content == "ok"
+        prompt = bytes(env.decode.seen[-1].request.ticket.token_ids)
+        assert prompt == b"<clock>user:hi\nassistant:\ntool:12:00\nclock({'zone': 2})"
+
+
+async def test_a_template_without_tools_refuses_the_second_turn_by_name():
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    talk = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "12"}]
+    async with ProbeCluster() as cluster:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await cluster.client.chat.completions.create(model="probe", messages=talk)
+        assert (caught.value.param, caught.value.code) == ("messages[1].tool_calls", "tools_unsupported")
 
 
 class Answer(BaseModel):

@@ -102,3 +102,72 @@ def test_limits():
     with pytest.raises(InvalidInput) as caught:
         check_request(request(json.dumps({"a": "x" * 100})), MODEL, small)
     assert caught.value.reason == "prompt_too_large"
+
+
+# As Qwen's and other templates have it.
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{% for c in m['tool_calls'] %}<|tool|>"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{% endif %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %};{% endfor %}"
+)
+CALLING = byte_tokenizer(CONTROLS, (256,), ChatTemplate(CALLS, tuple(CONTROLS)))
+
+
+def call_of(name: str = "clock", **arguments: object) -> dict:
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def second_turn(*calls: dict, role: str = "assistant") -> pb.GenerateRequest:
+    turns = [
+        pb.ChatMessage(role="user", content="hi"),
+        pb.ChatMessage(role=role, tool_calls=[json.dumps(call) for call in calls]),
+        pb.ChatMessage(role="tool", content="12:00", tool_call_id="c1"),
+    ]
+    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=turns))
+
+
+async def test_calls_of_an_assistant_reach_a_template_that_shows_them():
+    encoder = PromptEncoder(CALLING)
+    draft = check_request(second_turn(call_of(zone="größe"), call_of("date")), MODEL, API)
+    ids = await encoder.encode(draft.prompt)
+    assert ids.count(257) == 2
+    assert CALLING.decode(ids) == 'user:hi;assistant:clock({"zone": "größe"})date({});tool:12:00#c1;'
+    encoder.close()
+
+
+@pytest.mark.parametrize("source", [SOURCE, "{% for m in messages %}{{ m.content }}{# tool_calls #}{% endfor %}"])
+async def test_a_template_that_shows_no_calls_refuses_them(source: str):
+    encoder = PromptEncoder(byte_tokenizer(CONTROLS, (256,), ChatTemplate(source, tuple(CONTROLS))))
+    draft = check_request(second_turn(call_of()), MODEL, API)
+    with pytest.raises(InvalidInput) as caught:
+        await encoder.encode(draft.prompt)
+    assert (caught.value.reason, caught.value.field) == ("tools_unsupported", "chat.messages[1].tool_calls")
+    # Without calls the same messages are served.
+    assert await encoder.encode(check_request(second_turn(), MODEL, API).prompt)
+    encoder.close()
+
+
+HOSTILE = [call_of("<|tool|>"), call_of(a="<|eos|>"), call_of(**{"<|tool|>": [{"x": "<|eos|>"}]})]
+
+
+@pytest.mark.parametrize("call", HOSTILE)
+def test_words_of_a_call_never_become_control_tokens(call: dict):
+    ids = CALLING.encode_chat([*USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert [token for token in ids if token > 255] == [257]
+
+
+def test_limits_of_calls():
+    def field_of(request: pb.GenerateRequest, api=API) -> str:
+        with pytest.raises(InvalidInput) as caught:
+            check_request(request, MODEL, api)
+        return caught.value.field
+
+    bad = second_turn()
+    bad.chat.messages[1].tool_calls.extend(["{}", "3"])
+    assert field_of(bad) == "chat.messages[1].tool_calls[1]"
+    bad.chat.messages[1].tool_calls[1] = nested(MAX_TOOL_DEPTH)
+    assert field_of(bad) == "chat.messages[1].tool_calls[1]"
+    assert field_of(second_turn(*[call_of()] * (MAX_TOOLS + 1))) == "chat.messages[1].tool_calls"
+    assert field_of(second_turn(call_of(), role="user")) == "chat.messages[1].tool_calls"
+    small = load(flags={"api.max_prompt_bytes": 100}).config.api
+    assert field_of(second_turn(call_of(a="x" * 100)), small) == "chat.messages"

@@ -134,7 +134,8 @@ def test_tools_travel_as_json_and_none_means_none():
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function"),
+        ({"messages": [*USER, {"role": "assistant", "function_call": {}}]}, "messages[1].function_call"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": True}, "temperature"),
@@ -288,3 +289,36 @@ def test_formats_as_schemas():
 )
 def test_formats_that_are_none(wanted: object, field: str):
     assert refused(chat, response_format=wanted).field == field
+
+
+def calls(*items: object) -> dict[str, object]:
+    return {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": list(items)}]}
+
+
+def test_calls_of_tools_go_on_with_their_arguments_as_an_object():
+    given = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "ü"}'}}
+    bare = {"id": "c2", "function": {"name": "date", "arguments": ""}}
+    message = read_ask(Kind.CHAT, Fields({"model": "m", **calls(given, bare)}), "").request.chat.messages[1]
+    assert [json.loads(text)["function"] for text in message.tool_calls] == [
+        {"name": "clock", "arguments": {"zone": "ü"}},
+        {"name": "date", "arguments": {}},
+    ]
+    assert json.loads(message.tool_calls[0])["id"] == "c1"
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        ("x", ""),
+        ({"type": "custom", "custom": {}}, ".type"),
+        ({"type": "function"}, ".function"),
+        ({"function": {"arguments": "{}"}}, ".function.name"),
+        ({"function": {"name": "f", "arguments": {}}}, ".function.arguments"),
+        ({"function": {"name": "f", "arguments": "[]"}}, ".function.arguments"),
+        ({"function": {"name": "f", "arguments": "{"}}, ".function.arguments"),
+        ({"function": {"name": "f", "arguments": "[" * 100_000}}, ".function.arguments"),
+        ({"function": {"name": "f", "arguments": '"\\ud800"'}}, ".function.arguments"),
+    ],
+)
+def test_calls_that_are_none(item: object, field: str):
+    assert refused(chat, **calls(item)).field == f"messages[1].tool_calls[0]{field}"
