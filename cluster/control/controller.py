@@ -11,13 +11,14 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.control.api import Change
 from cluster.control.asker import told_of
 from cluster.control.core import reconcile
 from cluster.control.hands import Asker, Hands, Room
+from cluster.control.life import Life
 from cluster.control.room import RoomKeeper
 from cluster.control.state import (
     Action,
@@ -77,20 +78,6 @@ class Clocks:
     unix_ms: Callable[[], int]
 
 
-@dataclass
-class _Life:
-    """What the shell keeps of one life."""
-
-    status: worker_pb2.WorkerStatus | None = None
-    # When that status was asked for.
-    asked_ms: float = 0.0
-    asking: asyncio.Task[None] | None = None
-    checking: bool = False
-    starting: asyncio.Task[None] | None = None
-    started_unix_ms: int = 0
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-
 class Controller:
     """`seed`: wanted counts where the registry knows none."""
 
@@ -123,7 +110,7 @@ class Controller:
         self._heard: deque[Observation] = deque()
         self._wake = asyncio.Event()
         self._turned = asyncio.Condition()
-        self._lives: dict[int, _Life] = {}
+        self._lives: dict[int, Life] = {}
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS_HELD)
         self._events_wake = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
@@ -327,14 +314,14 @@ class Controller:
                         life.asking = self._spawn(self._ask(row, life), f"ask {row.worker_id}")
             await asyncio.sleep(self._times.poll_ms / 1000)
 
-    async def _ask(self, row: Row, life: _Life) -> None:
+    async def _ask(self, row: Row, life: Life) -> None:
         try:
             await self._ask_status(row, life)
         except Exception as unexpected:
             self.surprises += 1
             self.hear(Silent(row.worker_id, row.life, surprise(unexpected, f"a question to {row.worker_id}").message))
 
-    async def _ask_status(self, row: Row, life: _Life) -> None:
+    async def _ask_status(self, row: Row, life: Life) -> None:
         asked_ms = int(self.clocks.now_ms())
         try:
             status = await self._asker.status(row.endpoint, self._times.poll_timeout_ms)
@@ -356,7 +343,7 @@ class Controller:
                 life.checking = True
                 self._spawn(self._check(row, life, untried), f"{row.worker_id} exchanges pages")
 
-    async def _check(self, row: Row, life: _Life, prefills: list[Row]) -> None:
+    async def _check(self, row: Row, life: Life, prefills: list[Row]) -> None:
         """Each exchange is tried once a life; a gateway that has asked for it already makes this a short answer."""
         try:
             for prefill in prefills:
@@ -365,7 +352,7 @@ class Controller:
         finally:
             life.checking = False
 
-    async def _feed(self, row: Row, life: _Life, status: worker_pb2.WorkerStatus) -> None:
+    async def _feed(self, row: Row, life: Life, status: worker_pb2.WorkerStatus) -> None:
         """Tells a registry of this process alone what its workers cannot."""
         if not self._times.feed_ttl_ms or status.worker_id != row.worker_id:
             return
@@ -486,8 +473,8 @@ class Controller:
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 
-    def _life(self, number: int) -> _Life:
-        return self._lives.setdefault(number, _Life())
+    def _life(self, number: int) -> Life:
+        return self._lives.setdefault(number, Life())
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -17,7 +17,7 @@ from kvstore.errors import InvalidInput
 
 RECORD = WorkerRecord("decode-0", Role.DECODE, "h:1", (1 << 63) - 1, "ff", detail="ü", told_ms=5, started_ms=4)
 DESIRED = Desired(
-    7, 1, 2, frozenset({"a", "b"}), "min: 1", True, 3, "10.0.0.1:7", MappingProxyType({"a": 1}),
+    7, 1, 2, frozenset({"a", "b"}), "min: 1", True, 3, "10.0.0.1:7", MappingProxyType({"a": 1}), 2, 99,
     MappingProxyType({"node-a": "id-a"}),
 )  # fmt: skip
 EVENT = Event(1, "scale", "fleet", "alice", "2 → 3", "load", 7, 12)
