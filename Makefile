@@ -22,6 +22,7 @@ docs: $(DEV_STAMP) ## regenerate the references of API and settings, and the lis
 	$(BIN)/python .ci/list_files
 	$(BIN)/python .ci/api_docs
 	$(BIN)/python .ci/settings_docs
+	$(BIN)/python .ci/openapi
 
 check: lint types contracts proto-check ## lint, types, import contracts, generated code
 

@@ -17,6 +17,7 @@ from cluster.gateway.path import RequestPath
 from cluster.gateway.state import GatewayState
 from cluster.openai.call import HttpCall, credentials
 from cluster.openai.errors import error_headers, error_object, http_status
+from cluster.openai.openapi import document
 from cluster.openai.replies import Served, model_object
 from cluster.openai.requests import Kind
 from kvstore.errors import GenlockError, InvalidInput, Unavailable
@@ -41,6 +42,7 @@ def make_app(state: GatewayState, unix_s: Callable[[], float]) -> Starlette:
             Route("/readyz", Ready(state), methods=["GET"]),
             # Where load generators and balancers made for other servers look.
             Route("/health", Ready(state), methods=["GET"]),
+            Route("/openapi.json", _described, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _refused},
     )
@@ -132,6 +134,10 @@ class Ready:
 async def _live(_request: Request) -> Response:
     """The event loop turns."""
     return JSONResponse({"status": "live"})
+
+
+async def _described(_request: Request) -> Response:
+    return JSONResponse(document())
 
 
 def _typed(handler: Handler) -> Handler:

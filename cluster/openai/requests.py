@@ -22,7 +22,7 @@ DEFAULT_TEMPERATURE = 1.0
 INT32_END = 1 << 31
 
 # Fields that would change the answer, each with the values that would not.
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
@@ -50,7 +50,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 # Names by which other servers let a body say where KV comes from. None of them has a meaning here.
-_TRANSFER = frozenset(
+TRANSFER = frozenset(
     {
         "kv_transfer_params", "disaggregated_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "remote_host", "remote_port", "remote_engine_id", "remote_block_ids", "prefill_endpoint", "prefill_worker",
@@ -59,7 +59,7 @@ _TRANSFER = frozenset(
     }
 )  # fmt: skip
 _ANY_OBJECT = '{"type": "object"}'
-_PRIORITIES: Mapping[str, pb.Priority.ValueType] = MappingProxyType(
+PRIORITIES: Mapping[str, pb.Priority.ValueType] = MappingProxyType(
     {"low": pb.PRIORITY_LOW, "normal": pb.PRIORITY_NORMAL, "high": pb.PRIORITY_HIGH}
 )
 # OpenAI's newer name of the same role.
@@ -107,11 +107,11 @@ def read_ask(kind: Kind, body: Fields, label: str) -> Ask:
 
 
 def _refuse_unsupported(body: Fields) -> None:
-    for name, harmless in _UNSUPPORTED.items():
+    for name, harmless in UNSUPPORTED.items():
         value = body.raw(name)
         if value is not None and value not in harmless:
             raise bad("unsupported_field", name, "is not supported")
-    for name in sorted(_TRANSFER):
+    for name in sorted(TRANSFER):
         if body.raw(name) is not None:
             raise bad("transfer_field", name, "is not taken from requests: the server alone decides where pages are")
 
@@ -121,9 +121,9 @@ def _priority(body: Fields) -> pb.Priority.ValueType:
     name = body.text("priority")
     if name is None:
         return pb.PRIORITY_UNSPECIFIED
-    if name not in _PRIORITIES:
-        raise bad("bad_priority", "priority", f"must be one of {', '.join(_PRIORITIES)}")
-    return _PRIORITIES[name]
+    if name not in PRIORITIES:
+        raise bad("bad_priority", "priority", f"must be one of {', '.join(PRIORITIES)}")
+    return PRIORITIES[name]
 
 
 def _sampling(kind: Kind, body: Fields, names: dict[str, str]) -> pb.SamplingParams:

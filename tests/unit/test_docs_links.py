@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from cluster.config import load
+from cluster.openai.openapi import document
 from tests.support.documents import DOCUMENTS, ROOT, broken, links, name_of, slugs
 
 INDEX = (ROOT / "README.md", ROOT / "docs" / "index.md")
@@ -66,6 +68,10 @@ def test_references_are_current(name: str, page: str, there: str, wrong: str) ->
     assert module.current(text) == text, "run: make docs"
     assert there in text
     assert module.current(text.replace(there, wrong)) == text
+
+
+def test_the_openapi_document_is_current() -> None:
+    assert json.loads((ROOT / "docs" / "openapi.json").read_text()) == document(), "run: make docs"
 
 
 def test_every_setting_has_its_row_with_the_name_that_is_read() -> None:
