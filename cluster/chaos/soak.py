@@ -50,7 +50,9 @@ READY_TIMEOUT_MS = 30_000
 ALLOWANCES = {
     "resident_bytes": Allowance(share=0.05, number=float(8 << 20)),
     "descriptors": Allowance(number=4),
-    "threads": Allowance(number=4),
+    # Pools make their threads when that many are needed at once, which a busy host does late: of each decode worker
+    # AT_ONCE pulls and four proofs; the loop's own, the step threads and gRPC's beside them.
+    "threads": Allowance(limit=2 * (AT_ONCE + 4) + 24),
     # A thread may hold its last copy's region until its next copy.
     "shared_regions": Allowance(number=2),
     "registered_regions": Allowance(),
