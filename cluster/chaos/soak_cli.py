@@ -33,8 +33,9 @@ def command(requests: int, seed: int, engine: str, restarts: int, as_json: bool,
     descriptors, mappings of shared memory, the regions that the transfer engines hold and the size of every table.
 
     Exit code 1 if an answer is not the oracle's, if a page does not come back, or if something grows: if the median of
-    its last tenth of samples is above that of the second tenth by more than 5 % and 8 MiB (memory), 4 (descriptors,
-    threads), 2 (mappings of shared memory), nothing (regions of the engines), 10 % and 8 entries (tables)."""
+    its last tenth of samples is above that of the second tenth by more than 5 % and 8 MiB (memory), 4 (descriptors), 2
+    (mappings of shared memory), nothing (regions of the engines), 10 % and 8 entries (tables); threads are held by the
+    limits of their pools."""
     settings = SoakSettings(requests, seed, engine, restarts=restarts)
     if not sys.platform.startswith("linux"):
         raise Unavailable("no_proc", "the soak reads /proc and runs on Linux alone")
