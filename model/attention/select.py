@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from kvstore import formats
 from kvstore.errors import InvalidInput
 from kvstore.layout import AttentionKind, KvFormat, PageLayout
@@ -23,7 +21,8 @@ class WarmBackend(AttentionBackend, Protocol):
 def make_backend(name: str, layout: PageLayout) -> WarmBackend:
     """Returns the backend `name` for pages of `layout`; call its `warm_up(layout)` before serving.
 
-    `auto` takes `triton` where there is a GPU, else `cpu`; for layouts that those refuse, `reference`.
+    `auto` takes `cpu`; for layouts that it refuses, `reference`. Not `triton`, also where there is a GPU: pools lie in
+    host memory, which its kernels cannot read.
     Raises InvalidInput: `attention_backend` (unknown name, or Triton is not installed) or `layout.*` (the named
     backend cannot serve that field).
     """
@@ -53,6 +52,4 @@ def _automatic(layout: PageLayout) -> str:
     formats.require_working(layout)
     if layout.kind is not AttentionKind.GQA:
         return "reference"
-    if torch.cuda.is_available():
-        return "triton"
     return "cpu" if layout.kv_format is not KvFormat.NONE or layout.element == "fp32" else "reference"
