@@ -20,7 +20,8 @@ FIELD = "sampling_params.json_schema"
 KEPT = 1024
 # The process itself bounds the processor's time; this is for a host that gives it none.
 WAIT_S = 20.0
-_COMMAND = (sys.executable, "-m", "model.schema_check")
+# -P: a folder named model where this process stands is not the module.
+_COMMAND = (sys.executable, "-P", "-m", "model.schema_check")
 
 
 class SchemaCheck:

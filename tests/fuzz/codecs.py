@@ -48,11 +48,20 @@ REQUEST = pb.GenerateRequest(
     request_id="label", text="a prompt", model="probe",
     sampling_params=pb.SamplingParams(temperature=1.0, top_p=0.5, max_tokens=9, stop=["x"], stop_token_ids=[3], n=2),
 )  # fmt: skip
-CHAT = pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")]))
+CHAT = pb.GenerateRequest(
+    chat=pb.ChatPrompt(messages=[
+        pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="assistant", tool_calls=['{"a": [{}]}'])
+    ]),
+    sampling_params=pb.SamplingParams(json_schema='{"items": {"type": "string"}}'),
+)  # fmt: skip
 BODY = {
-    "model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": True, "n": 2,
+    "model": "m", "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+    ], "prompt": "hi", "stream": True, "n": 2,
     "stop": ["a"], "temperature": 0.5, "seed": 3, "max_tokens": 9, "logprobs": 1, "top_logprobs": 1,
     "stream_options": {},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": [1]}}},
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
 }  # fmt: skip
 MODEL, API = ModelLimits("probe", 300, 512), ApiConfig(max_prompt_bytes=4096)

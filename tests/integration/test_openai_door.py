@@ -140,7 +140,7 @@ REFUSED = {
     "stop": ({"stop": ["a", ""]}, 400, "stop[1]", "bad_stop"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "bad_logprobs"),
     "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools_unsupported"),
-    "format": ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_field"),
+    "format": ({"response_format": {"type": "xml"}}, 400, "response_format.type", "unsupported_field"),
     "transfer": ({"extra_body": {"kv_transfer_params": {}}}, 400, "kv_transfer_params", "transfer_field"),
 }  # fmt: skip
 

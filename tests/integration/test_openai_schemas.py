@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 
+import grpc.aio
 import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from genlock.v1 import inference_pb2 as pb
 from kvstore.layout import KvFormat
 from model.grammar import grammars_of
 from model.sampling import SamplingParams
@@ -145,6 +147,20 @@ async def test_an_answer_that_is_computed_again_goes_on_in_its_schema():
         for text in alone:
             assert len(json.loads(text)) in (15, 16)
         assert await cluster.all_pages_are_back()
+
+
+async def test_the_same_over_grpc(cluster: ProbeCluster):
+    async def text_of(schema: object) -> str:
+        sampling = pb.SamplingParams(max_tokens=400, json_schema=json.dumps(schema))
+        turns = [pb.ChatMessage(role=one["role"], content=one["content"]) for one in USER]
+        request = pb.GenerateRequest(chat=pb.ChatPrompt(messages=turns), sampling_params=sampling)
+        return "".join([message.text async for message in cluster.stub.Generate(request, timeout=30)])
+
+    assert await text_of(SCHEMA) == (await ask(cluster, BY_SCHEMA)).choices[0].message.content
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await text_of({"type": "nope"})
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("sampling_params.json_schema cannot be followed: ")
 
 
 BAD = [

@@ -74,3 +74,11 @@ async def test_a_host_that_does_not_answer_and_one_that_has_no_process(made):
     with pytest.raises(Unavailable) as none:
         await made("/nonexistent/python").check("{}")
     assert none.value.reason == "schema_check_failed"
+
+
+async def test_a_folder_where_the_gateway_stands_is_not_taken_for_its_modules(made, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    for name in ("__init__", "schema_check"):
+        (tmp_path / "model" / f"{name}.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    await made().check('{"type": "object"}')
