@@ -50,8 +50,11 @@ class Cut:
         orders = [PageOrder(d, ref) for d, ref in zip(self.owner.descriptors, self.refs[::-1], strict=True)]
         self.place_of = {order.local.page_id: order.desc.logical_index for order in orders}
         self.pull = self.receiver.begin(peer, orders, OWNER, self.owner.expected)
-        with pytest.raises(TransferTimeout):
-            self.receiver.finish(self.pull, TIMEOUT_MS)
+        try:
+            with pytest.raises(TransferTimeout):
+                self.receiver.judge_data(self.pull, TIMEOUT_MS)
+        finally:
+            self.receiver.end(self.pull)
         assert self.stopped, "the owner stopped in the middle: something had landed"
         self.at_time_out = self.bodies.copy()
         assert (self.at_time_out == 0).any(), "and something had not"
