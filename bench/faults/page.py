@@ -217,7 +217,7 @@ def _fuzz(measured: Path) -> str:
     lines = [
         "## Hostile input",
         "",
-        "Every border is fuzzed: whatever comes in is refused with a typed error or is right, a healthy request beside it is",
+        "The borders below are fuzzed: what comes in is refused with a typed error or is right, a healthy request beside it is",
         "right, and at the end every page, task and file is back. Continuous integration runs a slice of about 100,000 cases",
         "(`tests/fuzz/test_fuzz.py`); `python -m tests.fuzz --cases 1000000` runs more, and a case again by its number.",
         "",

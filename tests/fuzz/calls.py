@@ -37,6 +37,7 @@ LEASE_MS = 600
 ANSWER_TOKENS = 6
 PROMPTS = 12
 KEPT_IDS = 64
+ENDS = ("finished", "failed")
 Stream = AsyncIterator[Any]
 
 
@@ -351,7 +352,7 @@ async def session_commands(live: Live, rng: random.Random) -> str:
             await call.done_writing()
 
     def take(events: worker_pb2.DecodeEvents) -> None:
-        ends.update(event.call_no for event in events.events if event.WhichOneof("event") != "tokens")
+        ends.update(event.call_no for event in events.events if event.WhichOneof("event") in ENDS)
 
     writer = asyncio.create_task(write())
     try:

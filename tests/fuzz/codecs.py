@@ -276,7 +276,7 @@ def _pure(name: str, share: int, run: Callable[[random.Random], str]) -> Layer:
 
 
 LAYERS = (
-    _pure("tickets", 16_000, tickets),
+    _pure("tickets", 17_500, tickets),
     _pure("exports and layouts", 14_000, exports),
     _pure("descriptors and tokens", 12_000, descriptors),
     _pure("page headers", 8_000, headers),

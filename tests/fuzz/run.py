@@ -7,10 +7,11 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from tests.fuzz import calls, codecs, pages
+from tests.fuzz import calls, codecs, doors, pages
 from tests.fuzz.layer import Finding, Layer, Report
 
 PURE: tuple[Layer, ...] = codecs.LAYERS + pages.LAYERS
+LIVE = {**calls.LIVE, **doors.LIVE}
 BLOCK = 60  # live cases beside one healthy neighbour
 AT_ONCE = 6
 DRAINS = 40
@@ -61,7 +62,7 @@ async def run_live(amounts: dict[str, int], seed: int) -> list[Report]:
 
 async def _run_live_layer(live: calls.Live, report: Report, amount: int, seed: int) -> None:
     began = time.monotonic()
-    case = calls.LIVE[report.layer][1]
+    case = LIVE[report.layer][1]
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> None:
@@ -89,7 +90,7 @@ def run_all(cases: int, seed: int, on_report: Callable[[Report], None] = lambda 
     for layer in PURE:
         reports.append(run_pure(layer, share(layer.share, cases), seed))
         on_report(reports[-1])
-    amounts = {name: share(part, cases) for name, (part, _) in calls.LIVE.items()}
+    amounts = {name: share(part, cases) for name, (part, _) in LIVE.items()}
     for report in asyncio.run(run_live(amounts, seed)):
         reports.append(report)
         on_report(report)
