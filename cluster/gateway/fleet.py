@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -126,10 +126,18 @@ class Fleet:
         return tuple(self._view(record, loads.get(record.worker_id, Load())) for record in self.workers.values())
 
     def serving(self) -> bool:
-        """True when a request can be served at all. Where no two ready workers have one layout, routing says so."""
-        ready = {worker.role for worker in self.view({}) if worker.ready}
-        pairs = self._pairs()
-        return ready == set(Role) and (not pairs or any(proved(*pair) for pair in pairs))
+        """True when a request can be served at all. Where no two ready workers have one layout, routing says so.
+
+        Asked with every answer of every worker: it stops at the first pair that serves.
+        """
+        if {worker.role for worker in self._ready} != set(Role):
+            return False
+        some_pair = False
+        for pair in self._pairs():
+            if proved(*pair):
+                return True
+            some_pair = True
+        return not some_pair
 
     def get(self, worker_id: str) -> WorkerRecord:
         try:
@@ -138,11 +146,14 @@ class Fleet:
             known = ", ".join(sorted(self.workers)) or "none"
             raise NotFound("unknown_worker", f"no worker {worker_id[:64]!r}; known: {known}") from None
 
-    def _pairs(self) -> list[tuple[WorkerView, WorkerView]]:
-        ready = [worker for worker in self.view({}) if worker.ready]
-        decoders = [worker for worker in ready if worker.role is Role.DECODE]
-        prefillers = [worker for worker in ready if worker.role is Role.PREFILL]
-        return [(d, p) for d in decoders for p in prefillers if same_layout(d, p)]
+    @cached_property
+    def _ready(self) -> tuple[WorkerView, ...]:
+        return tuple(worker for worker in self.view({}) if worker.ready)
+
+    def _pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
+        decoders = [worker for worker in self._ready if worker.role is Role.DECODE]
+        prefillers = [worker for worker in self._ready if worker.role is Role.PREFILL]
+        return ((d, p) for d in decoders for p in prefillers if same_layout(d, p))
 
     @cached_property
     def _proved(self) -> Mapping[str, frozenset[str] | None]:

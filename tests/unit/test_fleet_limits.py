@@ -10,6 +10,7 @@ import pytest
 
 from cluster.autoscale.policy import policy_from
 from cluster.control.api import Change, FleetView, WorkerRow
+from cluster.gateway import fleet as fleet_module
 from cluster.gateway.fleet import Fleet
 from cluster.gateway.watch import View, follow
 from cluster.kube.client import MAX_PODS
@@ -119,3 +120,19 @@ async def test_an_operator_asks_for_no_more() -> None:
                 with pytest.raises(InvalidInput, match=str(MAX_WORKERS)) as raised:
                     await call()
                 assert raised.value.field == "decode"
+
+
+def test_whether_a_fleet_serves_is_known_at_the_first_pair_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked with every answer of every worker: all pairs each time would take a gateway's whole core."""
+    fleet = Fleet()
+    for record in RECORDS[:: MAX_WORKERS // 8]:
+        fleet = fleet.added(record.worker_id, record.role, record.endpoint)
+    for record in RECORDS[:: MAX_WORKERS // 8]:
+        status = worker_pb2.WorkerStatus(worker_id=record.worker_id, role=record.role.value, layout_fingerprint="aa")
+        fleet = fleet.answered(record.worker_id, record.endpoint, status)
+    looked: list[int] = []
+    real = fleet_module.proved
+    monkeypatch.setattr(fleet_module, "proved", lambda *pair: looked.append(1) or real(*pair))
+    assert fleet.serving()
+    assert len(looked) == 1
+    assert len(fleet.workers) == 32
