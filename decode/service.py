@@ -21,6 +21,7 @@ from wire.session import Cancel, Session, Tell
 from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
+END_S = 2.0
 
 
 def proof_to_proto(verdict: PeerVerdict) -> worker_pb2.PeerProof:
@@ -49,13 +50,13 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         self._clock = clock
         self._tracer = tracer
         self._worker = worker
-        self._sessions: set[Session] = set()
+        self._sessions: dict[Session, asyncio.Task[Any] | None] = {}
 
     async def Session(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Any
     ) -> None:
         session = Session(self._start, context)
-        self._sessions.add(session)
+        self._sessions[session] = asyncio.current_task()
         try:
             await session.run(commands)
         except asyncio.CancelledError:
@@ -63,7 +64,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         except Exception as unexpected:
             await abort_with(context, surprise(unexpected, "a session"))
         finally:
-            self._sessions.discard(session)
+            del self._sessions[session]
 
     async def CheckPeer(self, request: worker_pb2.CheckPeerRequest, context: Any) -> worker_pb2.CheckPeerResponse:
         try:
@@ -82,6 +83,13 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         """The worker stops: each session ends as soon as it has no open request."""
         for session in list(self._sessions):
             session.finish()
+
+    async def ended(self) -> None:
+        """The server has stopped: what its sessions still do to end is done, within a limit."""
+        tasks = [task for task in self._sessions.values() if task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+        await asyncio.sleep(0)  # grpc's own task looks at how each ended
 
     async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Cancel:
         trail = incoming(self._tracer, "decode", request.trail.items(), self._worker)

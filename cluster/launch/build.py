@@ -164,6 +164,8 @@ class BuiltWorker:
             self._decode.finish()
         if self._server is not None:
             await self._server.stop(0.2)
+        if self._decode is not None:
+            await self._decode.ended()
         loop = asyncio.get_running_loop()
         if self._started:
             await loop.run_in_executor(None, self.engine.loop.stop, LOOP_STOP_MS)

@@ -47,7 +47,7 @@ def test_both_endpoints_are_printed_and_an_idle_cluster_stops_at_once():
             process.send_signal(signal.SIGINT)
             _out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
-        assert "Traceback" not in err
+        assert "Traceback" not in err, err
 
 
 @pytest.mark.timeout(60)
@@ -73,6 +73,6 @@ def test_a_second_signal_does_not_wait_for_a_stream():
         _out, err = process.communicate(timeout=LIMIT_S)
         reader.join(LIMIT_S)
         assert process.returncode == 0
-        assert "Traceback" not in err
+        assert "Traceback" not in err, err
         # Whatever the reader got, it was no end.
         assert isinstance(ends[0], Exception) or b"[DONE]" not in ends[0]

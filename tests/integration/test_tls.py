@@ -127,7 +127,7 @@ async def test_a_certificate_of_the_ca_without_the_name_is_no_part_of_the_cluste
         assert caught.value.reason == "peer_not_a_part"
         stub = worker_pb2_grpc.DecodeServiceStub(channel)
         with pytest.raises(Unauthenticated):
-            [event async for event in responses(stub.Decode(worker_pb2.DecodeRequest(), timeout=5))]
+            [event async for event in responses(stub.Session(None, timeout=5))]
         await channel.close()
 
 

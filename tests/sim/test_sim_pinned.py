@@ -42,6 +42,6 @@ def test_control_a_page_that_goes_takes_its_successors_entry_along(monkeypatch):
 
 def test_control_a_connection_that_broke_and_is_kept_is_noticed(monkeypatch):
     faults = Faults(connection_lost=0.05)
-    assert not run(2, faults=faults).violations
+    assert not run(3, faults=faults).violations
     monkeypatch.setattr(Attempt, "_lose", lambda self, error: None)
-    assert "not_in_service" in {violation.law for violation in run(2, faults=faults).violations}
+    assert "not_in_service" in {violation.law for violation in run(3, faults=faults).violations}

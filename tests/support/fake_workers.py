@@ -174,6 +174,7 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.status_delay_s = 0.0
         self.endpoint = ""
         self._cut = asyncio.Event()
+        self._handlers: set[asyncio.Task[object] | None] = set()
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int = 0) -> str:
@@ -189,8 +190,12 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         if self._server is not None:
             await self._server.stop(grace_ms / 1000)
             self._server = None
+        if self._handlers:
+            await asyncio.wait(self._handlers, timeout=2)
+        await asyncio.sleep(0)
 
     async def Session(self, commands, context):
+        self._handlers.add(asyncio.current_task())
         session, cut = Session(self._start, context), asyncio.create_task(self._cut.wait())
         running = asyncio.create_task(session.run(commands))
         try:
@@ -199,6 +204,7 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             cut.cancel()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            self._handlers.discard(asyncio.current_task())
 
     async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Cancel:
         seen = Seen(request, request.left_ms / 1000)
