@@ -10,15 +10,14 @@ from sim.runner import run
 PINNED = [
     pytest.param(5, Faults(cache_rot=1.0), id="rot-in-a-cached-header-ended-prefills-turn"),
     pytest.param(
-        1_008_810,
+        1_008_938,
         Faults(
-            sent_twice=0.06,
+            page_taken_before=0.3,
             stream_slow=0.06,
-            stream_cut=0.005,
-            event_lost=0.02,
-            release_early=0.06,
+            event_lost=0.05,
             cancel_twice=0.06,
-            page_taken_before=0.06,
+            release_early=0.06,
+            cache_rot=0.1,
         ),
         id="a-page-that-went-took-its-successors-cache-entry-along",
     ),
