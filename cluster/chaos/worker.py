@@ -16,6 +16,7 @@ from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.spec import WorkerSpec
 from cluster.roles import Role
 from cluster.selftest.injector import LandingEngine
+from kvstore.beacon import LANDING_SLOTS
 from kvstore.checks import ALL_CHECKS
 from kvstore.tables import U8
 from kvstore.transfer.base import TransferEngine
@@ -97,16 +98,17 @@ class _Clock:
 
 
 class _Foreign:
-    """Keeps the first page that arrived, and puts it in the place of all later ones while the switch is on."""
+    """Keeps the first page of a request that arrived, and puts it in the place of all later ones while the switch is
+    on. Not the page that proves a peer: no model reads that one, and a wrong answer would not show what it shows."""
 
     def __init__(self, board: Switchboard) -> None:
         self._board = board
         self._kept: bytes = b""
 
     def __call__(self, slots_SU8: U8, page_ids: Sequence[int]) -> bool:
-        if not self._kept:
+        if not self._kept and page_ids[0] < len(slots_SU8) - LANDING_SLOTS:
             self._kept = slots_SU8[page_ids[0]].tobytes()
-        if not self._board.get(Switch.FOREIGN_PAGES):
+        if not self._kept or not self._board.get(Switch.FOREIGN_PAGES):
             return False
         for page_id in page_ids:
             slots_SU8[page_id] = np.frombuffer(self._kept, np.uint8)

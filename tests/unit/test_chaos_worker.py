@@ -13,6 +13,7 @@ from cluster.chaos import network
 from cluster.chaos.arena import unsettled
 from cluster.chaos.worker import LOG_EVERY_TURNS, Switch, Switchboard, _Clock, _Foreign
 from genlock.v1 import worker_pb2
+from kvstore.beacon import LANDING_SLOTS
 from kvstore.transfer.common import monotonic_ms
 
 
@@ -53,13 +54,16 @@ def test_lines_for_a_full_disk_are_refused_and_nothing_is_raised(board: Switchbo
 
 def test_later_pages_become_the_first_one_while_the_switch_is_on(board: Switchboard):
     foreign = _Foreign(board)
-    slots = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    slots = np.arange(4 * (3 + LANDING_SLOTS), dtype=np.uint8).reshape(-1, 4)
     before = slots.copy()
+    board.set(Switch.FOREIGN_PAGES, 1)
+    assert not foreign(slots, [3]), "the page of a peer's proof is not kept, and there is no other yet"
+    board.set(Switch.FOREIGN_PAGES, 0)
     assert not foreign(slots, [1])
     assert (slots == before).all()
     board.set(Switch.FOREIGN_PAGES, 1)
     assert foreign(slots, [0, 2])
-    assert (slots == before[1]).all()
+    assert (slots[[0, 1, 2]] == before[1]).all()
     assert board.get(Switch.INJECTED_PAGES) == 2
 
 
