@@ -132,12 +132,7 @@ class Fleet:
         """
         if {worker.role for worker in self._ready} != set(Role):
             return False
-        some_pair = False
-        for pair in self._pairs():
-            if proved(*pair):
-                return True
-            some_pair = True
-        return not some_pair
+        return any(proved(*pair) for pair in self._pairs()) or next(self._pairs(), None) is None
 
     def get(self, worker_id: str) -> WorkerRecord:
         try:

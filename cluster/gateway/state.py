@@ -154,10 +154,10 @@ class GatewayState:
 
     def open_decode(self, endpoint: str, request: worker_pb2.DecodeRequest) -> DecodeCall:
         """Sends a request to a decode worker, over the session with it."""
-        channel = self.channel(endpoint)  # first: with new certificates it retires the session, too
+        self.channel(endpoint)  # first: with new certificates it retires the session, too
         session = self._sessions.get(endpoint)
         if session is None or session.over:
-            stub = worker_pb2_grpc.DecodeServiceStub(channel)
+            stub = self.decode_stub(endpoint)
             session = DecodeSession(lambda: stub.Session(None))
             self._sessions[endpoint] = session
         return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request)
