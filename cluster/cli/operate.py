@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.3
 WAIT_S = 600.0
+# What a wait still waits for: as the spinner shows it, and as the error tells it.
+Pending = tuple[str, str]
 # title, columns, rows; `True`: the wide form.
 Tables = Callable[[Any, bool], Sequence[tuple[str, Sequence[str], Sequence[Sequence[object]]]]]
 
@@ -161,53 +163,54 @@ async def targets(client: Client, names: Sequence[str]) -> tuple[list[str], list
 
 async def leave(client: Client, wait_s: float, going: Sequence[pb.FleetWorker]) -> pb.FleetView:
     """Waits until these lives of workers have ended, whatever follows. Raises DeadlineExceeded (`wait_timeout`)."""
-    from cluster.cli import render
-    from genlock.v1 import operator_pb2 as pb
-
     lives = {(worker.worker_id, worker.incarnation) for worker in going if worker.phase != "STOPPED"}
-    deadline = asyncio.get_running_loop().time() + wait_s
-    with render.stderr().status("Draining…") as spinner:
-        while True:
-            fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
-            left = [
-                worker.worker_id for worker in fleet.workers
-                if (worker.worker_id, worker.incarnation) in lives and worker.phase != "STOPPED"
-            ]  # fmt: skip
-            if not left:
-                return fleet
-            spinner.update(f"Draining: {', '.join(left)}")
-            if asyncio.get_running_loop().time() >= deadline:
-                raise DeadlineExceeded(
-                    "wait_timeout",
-                    f"not done after {wait_s:g} s: {', '.join(left)}; it goes on, look with `genlock get workers`",
-                )
-            await asyncio.sleep(POLL_S)
+
+    def pending(fleet: pb.FleetView) -> Pending | None:
+        left = ", ".join(
+            worker.worker_id
+            for worker in fleet.workers
+            if (worker.worker_id, worker.incarnation) in lives and worker.phase != "STOPPED"
+        )
+        return (left, left) if left else None
+
+    return await _wait(client, wait_s, pending, "Draining")
 
 
 async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), what: str = "The fleet") -> pb.FleetView:
     """Waits until the fleet is as wanted and `gone` are not there any more, with progress on stderr. Raises
     DeadlineExceeded (`wait_timeout`)."""
+
+    def pending(fleet: pb.FleetView) -> Pending | None:
+        if fleet.settled and not any(worker.worker_id in gone for worker in fleet.workers):
+            return None
+        busy = ", ".join(
+            f"{worker.worker_id} {worker.phase.lower()}" for worker in fleet.workers if worker.phase != "READY"
+        )
+        why = fleet.reason or busy or "settling"
+        return busy or why, why
+
+    return await _wait(client, wait_s, pending, what)
+
+
+async def _wait(
+    client: Client, wait_s: float, pending: Callable[[pb.FleetView], Pending | None], what: str
+) -> pb.FleetView:
+    """Looks at the fleet until nothing is pending."""
     from cluster.cli import render
     from genlock.v1 import operator_pb2 as pb
 
-    console = render.stderr()
     why = "the controller has not answered"
     try:
         # Around the calls too: one that hangs may not outlast the wait.
         async with asyncio.timeout(wait_s):
-            with console.status(f"{what}…") as spinner:
+            with render.stderr().status(f"{what}…") as spinner:
                 while True:
                     fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
-                    left = [worker.worker_id for worker in fleet.workers if worker.worker_id in gone]
-                    if fleet.settled and not left:
+                    left = pending(fleet)
+                    if left is None:
                         return fleet
-                    busy = ", ".join(
-                        f"{worker.worker_id} {worker.phase.lower()}"
-                        for worker in fleet.workers
-                        if worker.phase != "READY"
-                    )
-                    why = fleet.reason or busy or "settling"
-                    spinner.update(f"{what}: {busy or why}")
+                    shown, why = left
+                    spinner.update(f"{what}: {shown}")
                     await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise DeadlineExceeded(

@@ -58,6 +58,9 @@ class Stub(operator_pb2_grpc.OperatorServiceServicer, inference_pb2_grpc.Inferen
     def GetFleet(self, request: Any, context: Any) -> Any:
         return self._answer(request, context, DECODE_GOES)
 
+    def ListNodes(self, request: Any, context: Any) -> Any:
+        return operator_pb2.ListNodesResponse(nodes=[operator_pb2.Node(node="n")])
+
     def Scale(self, request: Any, context: Any) -> Any:
         return self._answer(request, context, operator_pb2.ScaleResponse(fleet=DECODE_GOES))
 
@@ -118,17 +121,21 @@ def test_a_wait_ends_at_its_limit(gateway, args, limits, least_s: float, most_s:
     assert "(wait_timeout)" in err
 
 
-def test_a_call_that_hangs_does_not_outlast_the_wait(gateway, capsys):
+@pytest.mark.parametrize(
+    "args", [["scale", "decode=1"], ["drain", "n", "--replace", "--force"]], ids=["fleet settles", "node is left"]
+)
+def test_a_call_that_hangs_does_not_outlast_the_wait(gateway, args, capsys):
     stub, endpoint, _server = gateway
     free = threading.Event()
 
     def hang_when_looked_at(_context: grpc.ServicerContext) -> None:
-        if isinstance(stub.requests[-1], operator_pb2.GetFleetRequest):
+        changed = any(not isinstance(request, operator_pb2.GetFleetRequest) for request in stub.requests)
+        if changed and isinstance(stub.requests[-1], operator_pb2.GetFleetRequest):
             free.wait(20)
 
     stub.before = hang_when_looked_at
     began = time.monotonic()
-    assert run(["scale", "decode=1", "--wait", "--wait-timeout", "0.5", "--endpoint", endpoint]) == TIMED_OUT
+    assert run([*args, "--wait", "--wait-timeout", "0.5", "--endpoint", endpoint]) == TIMED_OUT
     assert time.monotonic() - began < 10
     free.set()
     assert "has not answered" in capsys.readouterr().err
