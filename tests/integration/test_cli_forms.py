@@ -115,14 +115,6 @@ def test_wide_has_what_the_table_leaves_out(capsys) -> None:
     assert {one["kind"] for one in json.loads(shown["json"])["items"]} >= {"RayCluster", "Deployment"}
 
 
-@pytest.fixture
-async def valkey(tmp_path: Path):
-    server = Valkey(tmp_path)
-    await server.start()
-    yield server
-    server.kill()
-
-
 def test_keys_in_all_forms(valkey: Valkey, capsys) -> None:
     there = ["--set", f"registry.url={valkey.url}"]
     assert run(["keys", "create", "acme", "--max-requests", "32", "--max-priority", "low", *there]) == OK

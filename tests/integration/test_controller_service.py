@@ -25,14 +25,6 @@ from wire.calls import answer
 WAIT_S = 20
 
 
-@pytest.fixture
-async def valkey(tmp_path: Path):
-    server = Valkey(tmp_path)
-    await server.start()
-    yield server
-    server.kill()
-
-
 def service(valkey: Valkey, launcher: InProcessLauncher, metrics_port: int) -> ControllerService:
     flags = {
         "registry__url": valkey.url, "cluster__secret": "ab" * 16, "control__ray_address": "auto",
