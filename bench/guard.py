@@ -28,7 +28,7 @@ from kvstore.guard import Guard
 from kvstore.ids import draw_incarnation
 from kvstore.layout import KvFormat
 from kvstore.step import PageRun, PlanRow, StepPlan
-from kvstore.tables import FLAG_ENTRY, FLAG_EXIT, FLAG_ROWS
+from kvstore.tables import FLAG_ENTRY, FLAG_EXIT
 from kvstore.transfer.memory import MemoryEngine, MemoryFabric
 from model.attention.select import make_backend
 from model.base import LanguageModel
@@ -80,8 +80,8 @@ class _Bench:
             if number <= DISTINCT_PROMPTS:
                 self._prefill(number, ids, run)
             else:  # contents repeat, pages do not: time depends on the pages alone
-                source = rows[number % DISTINCT_PROMPTS].pages.ids_P
-                self.guard._pool.slots_SU8[run.ids_P] = self.guard._pool.slots_SU8[source]
+                source = rows[number % DISTINCT_PROMPTS].pages.refs_P3[:, 0]
+                self.guard._pool.slots_SU8[run.refs_P3[:, 0]] = self.guard._pool.slots_SU8[source]
             rows.append(PlanRow(number, ids[-1:], context_tokens - 1, run))
         self.rows = tuple(rows)
         greedy = SamplingParams()
@@ -115,12 +115,10 @@ class _Bench:
             arrays = step.arrays
 
             def entry() -> None:
-                arrays.check_rows(FLAG_ROWS)
-                self.guard._compare_live(arrays, FLAG_ENTRY, "read_entry")
+                self.guard._check(arrays, True, FLAG_ENTRY)
 
             def exit_() -> None:
-                arrays.check_rows(FLAG_ROWS)
-                self.guard._compare_live(arrays, FLAG_EXIT, "read_exit")
+                self.guard._check(arrays, True, FLAG_EXIT)
 
             with_check = self._attend(step.read)
             entry_us, exit_us = _median_us(entry, 200), _median_us(exit_, 200)

@@ -125,22 +125,21 @@ class PageAllocator:
             if slot.state is not SlotState.OPEN:
                 raise LifecycleError("not_open", f"page {ref.page_id} is {slot.state}")
 
+    def claim_one(self, ref: PageRef, owner: int) -> bool:
+        """`claim` of one page, for the rows of a decode step. False, and nothing has changed, where `claim` may raise:
+        it says why."""
+        slot = self._slots[ref.page_id] if 0 <= ref.page_id < len(self._slots) else Slot()
+        free = slot.owner == owner and slot.state is SlotState.OPEN and not slot.holds
+        if not free or ref.tag != (self.incarnation, slot.generation):
+            return False
+        self._slots[ref.page_id] = slot.held(1)
+        return True
+
     def claim(self, refs: Sequence[PageRef], owner: int) -> None:
         """Takes a hold on pages that are about to be written: `owner`'s own open pages that nobody else may write.
 
         All or none. Raises StalePage, LifecycleError ('not_open', 'not_owner', 'page_busy'). `unclaim` ends it.
         """
-        if len(refs) == 1:  # every row of a decode step, every step: the checks below in one line
-            (ref,) = refs
-            slot = self._slots[ref.page_id] if 0 <= ref.page_id < len(self._slots) else Slot()
-            if (
-                slot.owner == owner
-                and slot.state is SlotState.OPEN
-                and not slot.holds
-                and ref.tag == (self.incarnation, slot.generation)
-            ):
-                self._apply(ref.page_id, SlotEvent.HOLD)
-                return
         self.require_open(refs, owner)
         if len({ref.page_id for ref in refs}) != len(refs) or any(self._slots[ref.page_id].holds for ref in refs):
             raise LifecycleError("page_busy", "a page to be written may still be written by somebody else")
@@ -151,8 +150,8 @@ class PageAllocator:
         """Ends holds that `claim` took; a page that was given back meanwhile leaves quarantine."""
         for ref in refs:
             slot = self._slots[ref.page_id]
-            if slot.holds and slot.generation == ref.tag.generation:
-                self._apply(ref.page_id, SlotEvent.PROVE)
+            if slot.state is SlotState.OPEN and slot.holds and slot.generation == ref.tag.generation:
+                self._slots[ref.page_id] = slot.held(-1)
             else:
                 self.prove((ref,))
 

@@ -27,7 +27,6 @@ from kvstore.layout import WORKING_FORMATS, HeadOrder, PageLayout
 from kvstore.lifecycle import SlotState
 from kvstore.pool import PoolStorage
 from kvstore.step import StepArrays, StepPlan
-from kvstore.step_kernels import check_live
 from kvstore.tables import (
     FLAG_ENTRY,
     FLAG_EXIT,
@@ -326,25 +325,28 @@ class Guard:
         quarantine, so that a late kernel cannot write into the next owner's page. `on_arrays` is a fault-injection
         hook that sees the packed arrays before the entry check.
         """
-        arrays = StepArrays.build(plan, self.layout.page_tokens, seals=self.checks.rows)
+        checks = self.checks
+        arrays = StepArrays.build(plan, self.layout.page_tokens, seals=checks.rows)
         if on_arrays is not None:
             on_arrays(arrays)
         pool, flags = self._pool, arrays.flags_B
-        if self.checks.rows:
-            arrays.check_rows(FLAG_ROWS)
-        if self.checks.entry:
-            self._compare_live(arrays, FLAG_ENTRY, "read_entry")
+        compared = self._check(arrays, checks.entry, FLAG_ENTRY)
         read = ReadTable(
             self.layout, pool.slots_SU8, pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.context_len_B,
-            arrays.query_start_B1, arrays.position_N, flags, self.checks.kernel,
+            arrays.query_start_B1, arrays.position_N, flags, checks.kernel,
         )  # fmt: skip
         write = WriteTable(
             self.layout, pool.slots_SU8, pool.live_S2, arrays.slot_N, arrays.offset_N, arrays.write_expected_N2,
-            arrays.row_N, flags, self.checks.write,
+            arrays.row_N, flags, checks.write,
         )  # fmt: skip
-        pages = sum(len(row.pages.refs) for row in plan.rows)
-        self.count_all((("read_kernel", pages * self.layout.layers), ("write_rows", len(arrays.row_N))))
-        claimed = self._claim_writes(plan, arrays) if self.checks.write else []
+        self.count_all(
+            (
+                ("read_entry", compared),
+                ("read_kernel", arrays.pages * self.layout.layers),
+                ("write_rows", len(arrays.row_N)),
+            )
+        )
+        claimed = self._claim_writes(plan, arrays) if checks.write else []
         try:
             yield GuardedStep(self, plan, arrays, read, write)
         finally:
@@ -353,21 +355,16 @@ class Guard:
                     self._book.unclaim(claimed)
 
     def _exit(self, step: GuardedStep, outputs: Sequence[tuple[int, T]]) -> list[Published[T]]:
-        arrays, plan = step.arrays, step.plan
-        if self.checks.rows:
-            arrays.check_rows(FLAG_ROWS)
-        if self.checks.exit:
-            self._compare_live(arrays, FLAG_EXIT, "read_exit")
+        arrays, plan, numbered = step.arrays, step.plan, self.checks.rows
+        self.count("read_exit", self._check(arrays, self.checks.exit, FLAG_EXIT))
         # By the plan's order, never by an array that could have been permuted; a row without an output is not answered.
-        by_row = dict(zip(plan.wanting_R.tolist(), outputs, strict=False))
-        complete = len(outputs) == len(plan.wanting_R)
+        complete = len(outputs) == len(arrays.logits_at_R)
+        following = iter(outputs)
         published: list[Published[T]] = []
-        for b, row in enumerate(plan.rows):
-            number, output = by_row.get(b, (row.request_no, None))
-            flags = int(arrays.flags_B[b])
-            if (self.checks.rows and number != row.request_no) or (row.wants_logits and not complete):
-                flags |= FLAG_ROWS
-            error = self._error(flags)
+        for row, flags in zip(plan.rows, arrays.flags_B.tolist(), strict=True):
+            number, output = next(following, (row.request_no, None)) if row.wants_logits else (row.request_no, None)
+            misplaced = (row.wants_logits and not complete) or (numbered and number != row.request_no)
+            error = self._error(flags | (FLAG_ROWS * misplaced)) if flags or misplaced else None
             published.append(Published(row.request_no, None if error else output, error))
         return published
 
@@ -378,22 +375,25 @@ class Guard:
                 return kind(reason, message)
         return None
 
-    def _compare_live(self, arrays: StepArrays, flag: int, counter: str) -> None:
-        compared = check_live(
-            self._pool.live_S2, arrays.page_ids_BP, arrays.expected_BP2, arrays.page_count_B, arrays.flags_B, flag
-        )
-        self.count(counter, compared)
+    def _check(self, arrays: StepArrays, live: bool, flag: int) -> int:
+        """Rows and, where `live`, tags of one step, in one call. Returns the pages compared."""
+        rows = self.checks.rows
+        return arrays.check(self._pool.live_S2, FLAG_ROWS * rows, flag * live) if rows or live else 0
 
     def _claim_writes(self, plan: StepPlan, arrays: StepArrays) -> list[PageRef]:
         """A row may write only pages that are open, its own and nobody else's to write. Returns those now on hold."""
         claimed: list[PageRef] = []
-        page_tokens = self.layout.page_tokens
+        page_tokens, book = self.layout.page_tokens, self._book
         with self._lock:
             for b, row in enumerate(plan.rows):
-                first, last = row.first_position // page_tokens, (row.context_len - 1) // page_tokens
-                refs = row.pages.refs[max(first, 0) : last + 1]
+                refs, number = row.pages.refs, row.request_no
+                first = row.first_position // page_tokens
+                if len(row.token_ids) == 1 and 0 <= first < len(refs) and book.claim_one(refs[first], number):
+                    claimed.append(refs[first])  # every row of a decode step
+                    continue
+                refs = refs[max(first, 0) : (row.context_len - 1) // page_tokens + 1]
                 try:
-                    self._book.claim(refs, row.request_no)
+                    book.claim(refs, number)
                 except (StalePage, LifecycleError):
                     arrays.flags_B[b] |= FLAG_KERNEL_WRITE
                 else:

@@ -56,6 +56,12 @@ class Slot(NamedTuple):
     def pinned(self) -> bool:
         return self.shares > 0 or self.leases > 0
 
+    def held(self, step: int) -> Slot:
+        """HOLD (1) or PROVE (-1) of an OPEN slot, which changes the count and nothing else: each row of each step
+        does both, and the table's way, like a NamedTuple's own constructor, takes longer than all of their checks."""
+        state, generation, owner, shares, leases, holds = self
+        return tuple.__new__(Slot, (state, generation, owner, shares, leases, holds + step))
+
 
 def _allocate(slot: Slot, owner: int, checks: Checks) -> Slot:
     if slot.generation + 2 >= MAX_GENERATION:

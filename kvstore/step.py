@@ -4,22 +4,26 @@ A tag proves that a page is the one its row names, not that the row belongs to t
 has a *seal*: a 63-bit mix of its request number, tokens, positions and page refs, computed from the row alone before
 anything is packed. The guard recomputes it from the packed arrays on entry and exit; a permuted array shows.
 
-Shape suffixes: B rows, N packed new tokens, P pages of the longest row.
+All arrays of a step are views of two buffers, so that a check is one call with four arrays: unpacking the arguments of
+a compiled function costs more than the check.
+
+Shape suffixes: B rows, N packed new tokens, P pages of the longest row, R rows that want logits, Q pages of all rows.
 """
 
 from __future__ import annotations
 
-import itertools
+import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.ids import PageRef
-from kvstore.step_kernels import check_rows, fold_pages, seal_rows
+from kvstore.step_kernels import HEAD, check_step, halves_of, pack_step, seal_plan, words_of
 from kvstore.tables import I32, I64
+
+_NO_LIVE_S2: I64 = np.zeros((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,9 @@ class PageRun:
     refs: tuple[PageRef, ...]
 
     @cached_property
-    def ids_P(self) -> I32:
-        return np.array([r.page_id for r in self.refs], dtype=np.int32)
-
-    @cached_property
-    def tags_P2(self) -> I64:
-        return np.array([r.tag for r in self.refs], dtype=np.int64).reshape(-1, 2)
-
-    @cached_property
-    def fold(self) -> np.uint64:
-        return np.uint64(fold_pages(self.ids_P, self.tags_P2, len(self.refs)))
+    def refs_P3(self) -> I64:
+        """int64 [P, 3]: page id, incarnation, generation."""
+        return np.array([(r.page_id, *r.tag) for r in self.refs], dtype=np.int64).reshape(-1, 3)
 
     def extended(self, refs: Sequence[PageRef]) -> PageRun:
         return PageRun(self.refs + tuple(refs))
@@ -70,133 +67,73 @@ class StepPlan:
     def tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
-    @cached_property
-    def request_no_B(self) -> I64:
-        return np.array([row.request_no for row in self.rows], dtype=np.int64)
 
-    @cached_property
-    def seal_B(self) -> I64:
-        """The rows' seals, from the rows themselves, before anything is packed for the kernels."""
-        rows = self.rows
-        start_B1 = np.array([0, *itertools.accumulate(len(row.token_ids) for row in rows)], dtype=np.int64)
-        seal_B: I64 = seal_rows(
-            self.request_no_B,
-            np.array([row.pages.fold for row in rows], dtype=np.uint64),
-            np.array([row.first_position for row in rows], dtype=np.int64),
-            start_B1,
-            np.array([token for row in rows for token in row.token_ids], dtype=np.int64),
-        )
-        return seal_B
-
-    @cached_property
-    def wanting_R(self) -> I64:
-        """Rows that want logits, in order: one output each."""
-        return np.flatnonzero(np.array([row.wants_logits for row in self.rows], dtype=bool)).astype(np.int64)
-
-    @cached_property
-    def last_R(self) -> I64:
-        """Packed index of the last token of each row that wants logits."""
-        ends_B = np.cumsum([len(row.token_ids) for row in self.rows], dtype=np.int64)
-        last_R: I64 = ends_B[self.wanting_R] - 1
-        return last_R
-
-    @cached_property
-    def repeated_B(self) -> npt.NDArray[np.bool_]:
-        """Rows whose request number is not theirs alone."""
-        numbers = [row.request_no for row in self.rows]
-        if len(set(numbers)) == len(numbers):
-            return np.zeros(len(numbers), dtype=np.bool_)
-        return np.array([numbers.count(number) > 1 for number in numbers], dtype=np.bool_)
-
-
-@dataclass
+@dataclass(frozen=True)
 class StepArrays:
-    """The packed arrays of one plan. Mutable only so that tests can permute them; nothing else writes here."""
+    """The packed arrays of one plan: views of `words` and `halves` (step_kernels.cut). Their elements are mutable only
+    so that tests can permute them; nothing writes here but kernels, which set flags."""
 
     request_no_B: I64
     seal_B: I64
     token_ids_N: I64
     position_N: I64
+    expected_BP2: I64
+    write_expected_N2: I64
+    logits_at_R: I64
+    logits_row_R: I64
     query_start_B1: I32
     page_ids_BP: I32
-    expected_BP2: I64
     context_len_B: I32
     page_count_B: I32
     slot_N: I32
     offset_N: I32
-    write_expected_N2: I64
     row_N: I32
     flags_B: I32
-    logits_at_R: I64
-    logits_row_R: I64
-    page_tokens: int = field(default=0)
-    plan: StepPlan = field(default_factory=lambda: StepPlan(0, ()))
+    words: I64
+    halves: I32
+    own: I64  # what the plan's rows say of themselves, computed before the packing; read-only
+    page_tokens: int
+    pages: int  # of all rows
 
     @classmethod
     def build(cls, plan: StepPlan, page_tokens: int, *, seals: bool = True) -> StepArrays:
         """Packs the plan. O(rows * pages). Without `seals` rows cannot be checked."""
         rows = plan.rows
-        counts = np.array([len(r.token_ids) for r in rows], dtype=np.int32)
-        page_count_B = np.array([len(r.pages.refs) for r in rows], dtype=np.int32)
-        query_start_B1 = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start_B1[1:])
-        widest = int(page_count_B.max(initial=1))
-        page_ids_BP = np.full((len(rows), widest), -1, dtype=np.int32)
-        expected_BP2 = np.zeros((len(rows), widest, 2), dtype=np.int64)
-        for b, row in enumerate(rows):
-            page_ids_BP[b, : page_count_B[b]] = row.pages.ids_P
-            expected_BP2[b, : page_count_B[b]] = row.pages.tags_P2
-        first_B = np.array([r.first_position for r in rows], dtype=np.int64)
-        row_N = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-        position_N = first_B[row_N] + (np.arange(len(row_N)) - query_start_B1[row_N])
-        index_N = position_N // page_tokens
-        has_page_N = (index_N >= 0) & (index_N < page_count_B[row_N])  # else the row is flagged and nothing is written
-        index_N = np.where(has_page_N, index_N, 0)
-        return cls(
-            request_no_B=plan.request_no_B.copy(),
-            seal_B=plan.seal_B.copy() if seals else np.zeros(len(rows), dtype=np.int64),
-            token_ids_N=np.fromiter((t for r in rows for t in r.token_ids), dtype=np.int64, count=len(row_N)),
-            position_N=position_N,
-            query_start_B1=query_start_B1,
-            page_ids_BP=page_ids_BP,
-            expected_BP2=expected_BP2,
-            context_len_B=(first_B + counts).astype(np.int32),
-            page_count_B=page_count_B,
-            slot_N=np.where(has_page_N, page_ids_BP[row_N, index_N], -1).astype(np.int32),
-            offset_N=(position_N % page_tokens).astype(np.int32),
-            write_expected_N2=np.where(has_page_N[:, None], expected_BP2[row_N, index_N], 0),
-            row_N=row_N,
-            flags_B=np.zeros(len(rows), dtype=np.int32),
-            logits_at_R=plan.last_R.copy(),
-            logits_row_R=plan.wanting_R.copy(),
-            page_tokens=page_tokens,
-            plan=plan,
-        )
+        numbers: list[int] = []
+        for row in rows:
+            numbers += (
+                row.request_no, row.first_position, len(row.token_ids), len(row.pages.refs), row.wants_logits
+            )  # fmt: skip
+        B, P, R = len(rows), max(numbers[3::HEAD], default=1) or 1, sum(numbers[4::HEAD])
+        unique = len(set(numbers[0::HEAD])) == B
+        for row in rows:
+            numbers += row.token_ids
+        # An array of Python's takes a list of numbers several times faster than numpy does.
+        plain = np.frombuffer(array.array("q", numbers), dtype=np.int64) if numbers else np.zeros(0, np.int64)
+        head_B5, token_ids_N = plain[: B * HEAD].reshape(B, HEAD), plain[B * HEAD :]
+        refs_Q3 = np.concatenate([row.pages.refs_P3 for row in rows]) if rows else np.zeros((0, 3), np.int64)
+        N = len(token_ids_N)
+        own = np.empty(3 * B + 2 * R, np.int64)
+        seal_plan(head_B5, token_ids_N, refs_Q3, own, unique, seals)
+        own.flags.writeable = False
+        words = np.empty(words_of(B, N, P, R), np.int64)
+        halves = np.empty(halves_of(B, N, P), np.int32)
+        views = pack_step(head_B5, token_ids_N, refs_Q3, own, words, halves, P, R, page_tokens)
+        return cls(*(*views, words, halves, own, page_tokens, len(refs_Q3)))
+
+    def check(self, live_S2: I64, rows_flag: int, live_flag: int) -> int:
+        """Flags rows whose arrays do not agree with the plan, and rows that name a page whose live tag is not the
+        expected one. A flag of 0 leaves that check out. Returns the pages compared.
+
+        Arrays may agree among themselves and still be another order of rows than the one that is published: each
+        row's number, seal and place of its logits are compared with the plan's own.
+        """
+        compared: int = check_step(
+            self.own, self.words, self.halves, live_S2, len(self.request_no_B), len(self.token_ids_N),
+            self.page_ids_BP.shape[1], len(self.logits_at_R), self.page_tokens, rows_flag, live_flag,
+        )  # fmt: skip
+        return compared
 
     def check_rows(self, flag: int) -> None:
-        """Flags rows whose arrays do not agree with the plan; all rows if an array has lost its shape."""
-        if not self._shaped():
-            self.flags_B |= flag
-            return
-        plan = self.plan
-        check_rows(
-            plan.request_no_B, plan.seal_B, plan.repeated_B, plan.wanting_R, plan.last_R, self.logits_row_R,
-            self.logits_at_R, self.request_no_B, self.seal_B, self.token_ids_N, self.position_N, self.query_start_B1,
-            self.page_ids_BP, self.expected_BP2, self.context_len_B, self.page_count_B, self.slot_N,
-            self.offset_N, self.write_expected_N2, self.row_N, self.page_tokens, self.flags_B, flag,
-        )  # fmt: skip
-
-    def _shaped(self) -> bool:
-        B, N, R = (len(self.plan.rows),), (self.plan.tokens,), (len(self.plan.wanting_R),)
-        wide = self.page_ids_BP.shape[1:]
-        return (
-            self.request_no_B.shape == self.seal_B.shape == self.context_len_B.shape == self.page_count_B.shape == B
-            and self.token_ids_N.shape == self.position_N.shape == self.slot_N.shape == N
-            and self.offset_N.shape == self.row_N.shape == N
-            and self.logits_at_R.shape == self.logits_row_R.shape == R
-            and self.query_start_B1.shape == (B[0] + 1,)
-            and len(wide) == 1
-            and self.page_ids_BP.shape == B + wide
-            and self.expected_BP2.shape == (*B, *wide, 2)
-            and self.write_expected_N2.shape == (*N, 2)
-        )
+        """`check` of the rows alone."""
+        self.check(_NO_LIVE_S2, flag, 0)

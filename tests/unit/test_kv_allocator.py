@@ -244,6 +244,65 @@ def test_only_quiet_open_pages_of_the_owner_are_claimed(case: str) -> None:
     assert b.slot(good.page_id).holds == 1
 
 
+HISTORIES: dict[str, Callable[[PageAllocator], object]] = {
+    "untouched": lambda b: None,
+    "open": lambda b: b.allocate(OWNER, 1),
+    "foreign": lambda b: b.allocate(OTHER, 1),
+    "held": lambda b: b.hold(b.allocate(OWNER, 1)),
+    "sealed": lambda b: b.seal(b.allocate(OWNER, 1)[0], OWNER),
+    "freed": lambda b: b.retire(b.allocate(OWNER, 1), OWNER),
+    "freed and the owner's again": lambda b: (b.retire(b.allocate(OWNER, 1), OWNER), b.allocate(OWNER, 1)),
+    "in quarantine": lambda b: (b.hold(refs := b.allocate(OWNER, 1)), b.retire(refs, OWNER)),
+}
+
+
+@pytest.mark.parametrize("history", list(HISTORIES))
+def test_one_claim_is_the_claim_of_one_page_whatever_names_it(history: str) -> None:
+    names = [
+        PageRef(page_id, Tag(incarnation, generation))
+        for page_id in (-1, 0, 1, 2)
+        for incarnation in (INC, INC + 1)
+        for generation in range(1, 8)
+    ]
+    taken = 0
+    for ref in names:
+        for owner in (OWNER, OTHER, NOBODY):
+            one, many = book(1), book(1)
+            HISTORIES[history](one)
+            HISTORIES[history](many)
+            before = snapshot(one)
+            try:
+                many.claim([ref], owner)
+            except GenlockError:
+                assert not one.claim_one(ref, owner), (ref, owner)
+                assert snapshot(one) == before
+                continue
+            taken += 1
+            assert one.claim_one(ref, owner), (ref, owner)
+            assert snapshot(one) == snapshot(many)
+            one.unclaim([ref])
+            many.prove([ref])
+            assert snapshot(one) == snapshot(many) == before
+    assert taken == (history in ("open", "foreign", "freed and the owner's again"))
+
+
+@pytest.mark.parametrize("gone", ["retired", "condemned", "sealed"])
+def test_a_claim_ends_whatever_became_of_its_page(gone: str) -> None:
+    b = book(1)
+    (ref,) = b.allocate(OWNER, 1)
+    assert b.claim_one(ref, OWNER)
+    if gone == "sealed":
+        b.seal(ref, OWNER)
+    elif gone == "condemned":
+        assert b.condemn(ref)
+    else:
+        b.retire([ref], OWNER)
+    assert b.slot(0).holds == 1
+    b.unclaim([ref])
+    assert b.slot(0).holds == 0
+    assert b.slot(0).state is (SlotState.SEALED if gone == "sealed" else SlotState.FREE)
+
+
 def test_without_quarantine_a_proof_that_comes_too_late_ends_nothing() -> None:
     b = PageAllocator(1, INC, checks=ALL_CHECKS.without("quarantine"))
     (ref,) = b.allocate(OWNER, 1)
