@@ -114,8 +114,12 @@ class PageAllocator:
 
     def seal_many(self, refs: Sequence[PageRef]) -> None:
         """`seal` for pages that `require_open` has just passed."""
+        slots, counted = self._slots, 0
         for ref in refs:
-            self._apply(ref.page_id, SlotEvent.SEAL)
+            slots[ref.page_id] = slots[ref.page_id].sealed()
+            counted += ref.page_id < self._pool_slots
+        self._counts[SlotState.OPEN] -= counted
+        self._counts[SlotState.SEALED] += counted
 
     def require_open(self, refs: Sequence[PageRef], owner: int) -> None:
         """Raises StalePage or LifecycleError unless all are `owner`'s own open pages."""
@@ -140,11 +144,15 @@ class PageAllocator:
 
         All or none. Raises StalePage, LifecycleError ('not_open', 'not_owner', 'page_busy'). `unclaim` ends it.
         """
-        self.require_open(refs, owner)
-        if len({ref.page_id for ref in refs}) != len(refs) or any(self._slots[ref.page_id].holds for ref in refs):
-            raise LifecycleError("page_busy", "a page to be written may still be written by somebody else")
+        taken = 0
         for ref in refs:
-            self._apply(ref.page_id, SlotEvent.HOLD)
+            if not self.claim_one(ref, owner):
+                break
+            taken += 1
+        if taken < len(refs):
+            self.unclaim(refs[:taken])
+            self.require_open(refs, owner)
+            raise LifecycleError("page_busy", "a page to be written may still be written by somebody else")
 
     def unclaim(self, refs: Iterable[PageRef]) -> None:
         """Ends holds that `claim` took; a page that was given back meanwhile leaves quarantine."""
@@ -187,7 +195,17 @@ class PageAllocator:
 
     def prove(self, refs: Iterable[PageRef]) -> None:
         """An engine has proved that it will not touch these pages any more. The only way out of quarantine."""
+        refs = tuple(refs)
+        if len({ref.page_id for ref in refs}) == len(refs) and all(map(self._held_and_live, refs)):
+            for ref in refs:
+                self._slots[ref.page_id] = self._slots[ref.page_id].held(-1)
+            return
         self._all_or_nothing(self._still_due(refs, "holds"), SlotEvent.PROVE, self._require_same_life)
+
+    def _held_and_live(self, ref: PageRef) -> bool:
+        """True for nearly every page whose hold ends: nothing but the count changes."""
+        slot = self._slots[ref.page_id] if 0 <= ref.page_id < len(self._slots) else Slot()
+        return slot.owned and slot.holds > 0 and ref.tag == (self.incarnation, slot.generation)
 
     def _still_due(self, refs: Iterable[PageRef], count: str) -> tuple[PageRef, ...]:
         """All refs; without quarantine a counted page may have been freed and given away: nothing is left to end."""

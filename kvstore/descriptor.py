@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvstore.header import PageHeader
 from kvstore.ids import PageRef
@@ -25,6 +26,7 @@ class PageDescriptor:
     prefix_key: bytes
     digest: int
 
+    @cached_property
     def header(self) -> PageHeader:
         """The header that the source page must carry."""
         return PageHeader(self.ref.tag, self.layout_fingerprint, self.first_position, self.valid_rows, self.prefix_key)

@@ -56,11 +56,21 @@ class Slot(NamedTuple):
     def pinned(self) -> bool:
         return self.shares > 0 or self.leases > 0
 
+    @property
+    def owned(self) -> bool:
+        return self.state is SlotState.OPEN or self.state is SlotState.SEALED
+
+    # The table's way, like a NamedTuple's own constructor, takes longer than all checks of a page's way together.
+    # These are what its lines come to for the events that each page, or each row of each step, goes through.
+
     def held(self, step: int) -> Slot:
-        """HOLD (1) or PROVE (-1) of an OPEN slot, which changes the count and nothing else: each row of each step
-        does both, and the table's way, like a NamedTuple's own constructor, takes longer than all of their checks."""
+        """HOLD (1) or PROVE (-1) of an owned slot that has the hold: the count changes and nothing else."""
         state, generation, owner, shares, leases, holds = self
         return tuple.__new__(Slot, (state, generation, owner, shares, leases, holds + step))
+
+    def sealed(self) -> Slot:
+        """SEAL of an OPEN slot."""
+        return tuple.__new__(Slot, (SlotState.SEALED, *self[1:]))
 
 
 def _allocate(slot: Slot, owner: int, checks: Checks) -> Slot:
@@ -74,7 +84,7 @@ def _next_odd(generation: int) -> int:
 
 
 def _seal(slot: Slot, owner: int, checks: Checks) -> Slot:
-    return slot._replace(state=SlotState.SEALED)
+    return slot.sealed()
 
 
 def _vacant(generation: int) -> Slot:

@@ -13,7 +13,6 @@ from kvstore.checks import Checks
 from kvstore.descriptor import PageDescriptor
 from kvstore.errors import CorruptPage, LayoutMismatch, StalePage
 from kvstore.header import PageHeader
-from kvstore.ids import Tag
 from kvstore.layout import PageLayout
 from kvstore.transfer.base import PoolExport
 
@@ -59,8 +58,8 @@ def judge_descriptor(
 
 def judge_header(header: PageHeader | None, desc: PageDescriptor, expected: ExpectedPages, checks: Checks) -> None:
     """The arrived header is the descriptor's, and its key is the one that our own tokens give."""
-    if checks.header and header != desc.header():
-        which = "unreadable" if header is None else _first_difference(header, desc.header())
+    if checks.header and header != desc.header:
+        which = "unreadable" if header is None else _first_difference(header, desc.header)
         raise StalePage("header_mismatch", f"the arrived page's header differs: {which}")
     if checks.prefix_key and (header is None or header.prefix_key != expected.keys[desc.logical_index]):
         raise StalePage("foreign_prefix_key", f"page {desc.logical_index} arrived with another prompt's key")
@@ -71,8 +70,9 @@ def judge_digest(digest: int, desc: PageDescriptor, checks: Checks) -> None:
         raise CorruptPage("digest_mismatch", f"page {desc.logical_index} is not what was sealed")
 
 
-def judge_source(live: Mapping[int, Tag] | None, desc: PageDescriptor, checks: Checks) -> None:
-    """`live` is the source's tag of the page, read after the data; a tag that was not read proves nothing."""
+def judge_source(live: Mapping[int, tuple[int, ...]] | None, desc: PageDescriptor, checks: Checks) -> None:
+    """`live`: the source's (incarnation, generation) of pages, read after the data; one that was not read proves
+    nothing."""
     if checks.source_tag and (live or {}).get(desc.ref.page_id) != desc.ref.tag:
         raise StalePage("source_moved_on", f"page {desc.logical_index} was recycled while it was read")
 

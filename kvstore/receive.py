@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from kvstore.descriptor import PageDescriptor
 from kvstore.errors import GenlockError, TransferError, TransferTimeout
 from kvstore.guard import Guard
 from kvstore.header import PageHeader
-from kvstore.ids import PageRef, Tag
+from kvstore.ids import PageRef
 from kvstore.receipt import ExpectedPages, judge_descriptor, judge_digest, judge_header, judge_source
 from kvstore.transfer.base import PagePair, Peer, Transfer, TransferEngine, TransferState
 
@@ -67,13 +68,18 @@ class PageReceiver:
     def begin(self, peer: Peer, orders: Sequence[PageOrder], owner: int, expected: ExpectedPages) -> Pull:
         """The first part of `pull`: judges the descriptors and starts the copy. Every begun pull must be ended."""
         guard, refs = self._guard, tuple(o.local for o in orders)
+        descs = [order.desc for order in orders]
         self._judge(
-            "descriptor", judge_descriptor,
-            ((order.desc, peer.export, guard.layout, expected, guard.checks) for order in orders),
+            "descriptor",
+            map(
+                judge_descriptor, descs, repeat(peer.export), repeat(guard.layout), repeat(expected),
+                repeat(guard.checks),
+            ),
         )  # fmt: skip
         guard.prepare_landing(refs, owner)
         try:
-            transfer = self._engine.read_pages(peer, [PagePair(o.desc.ref.page_id, o.local.page_id) for o in orders])
+            pairs = [PagePair(desc.ref.page_id, ref.page_id) for desc, ref in zip(descs, refs, strict=True)]
+            transfer = self._engine.read_pages(peer, pairs)
         except BaseException:
             guard.prove(refs)
             raise
@@ -87,26 +93,20 @@ class PageReceiver:
             raise TransferError("transfer_failed", "the transfer engine could not read the peer's pages")
         if state is not TransferState.DONE:
             raise TransferTimeout("transfer_timeout", f"pages did not arrive within {timeout_ms} ms")
-        refs = [order.local for order in orders]
-        headers = guard.landed_headers(refs, [order.desc.header() for order in orders])
-        self._judge(
-            "header", judge_header,
-            ((header, order.desc, pull.expected, guard.checks) for header, order in zip(headers, orders, strict=True)),
-        )  # fmt: skip
+        refs, descs = [order.local for order in orders], [order.desc for order in orders]
+        headers = guard.landed_headers(refs, [desc.header for desc in descs])
+        self._judge("header", map(judge_header, headers, descs, repeat(pull.expected), repeat(guard.checks)))
         digests = guard.landed_digests(refs, pull.transfer.body_sums)
-        self._judge(
-            "digest", judge_digest,
-            ((digest, order.desc, guard.checks) for digest, order in zip(digests, orders, strict=True)),
-        )  # fmt: skip
+        self._judge("digest", map(judge_digest, digests, descs, repeat(guard.checks)))
 
     def adopt(self, pull: Pull, timeout_ms: int) -> None:
         """The third part: the source's tags, which must be read after the data, and then the pages are ours."""
         guard, orders = self._guard, pull.orders
         live = self._engine.read_tags(pull.peer, timeout_ms)
-        ids = [order.desc.ref.page_id for order in orders]
-        known = [page_id for page_id in ids if 0 <= page_id < len(live)]
-        tags = {page_id: Tag(*tag) for page_id, tag in zip(known, live[known].tolist(), strict=True)}
-        self._judge("source_tag", judge_source, ((tags, order.desc, guard.checks) for order in orders))
+        descs = [order.desc for order in orders]
+        known = [desc.ref.page_id for desc in descs if 0 <= desc.ref.page_id < len(live)]
+        tags = dict(zip(known, map(tuple, live[known].tolist()), strict=True))
+        self._judge("source_tag", map(judge_source, repeat(tags), descs, repeat(guard.checks)))
         if guard.checks.quarantine and not self._quiet(pull.transfer):
             raise TransferError("not_quiet", "the engine says done and has not proved that it stopped writing")
         guard.adopt(
@@ -143,13 +143,12 @@ class PageReceiver:
             self._guard.count("quiesced_failed")
             return False
 
-    def _judge(self, name: str, judge: Callable[..., None], cases: Iterable[tuple[object, ...]]) -> None:
+    def _judge(self, name: str, judging: Iterator[None]) -> None:
         """Judges page after page; the first that fails ends the batch. Counted once a batch."""
         passed = 0
         try:
-            for case in cases:
-                judge(*case)
-                passed += 1
+            for passed, _ in enumerate(judging, 1):  # noqa: B007 # how many passed before the one that raises
+                pass
         except GenlockError as error:
             self._guard.count(f"receipt_{name}/{error.reason}")
             raise

@@ -244,6 +244,21 @@ def test_only_quiet_open_pages_of_the_owner_are_claimed(case: str) -> None:
     assert b.slot(good.page_id).holds == 1
 
 
+def test_many_seals_are_one_seal_after_the_other_and_spares_are_no_pages_of_the_pool() -> None:
+    one, many = (PageAllocator(4, INC, spares=1) for _ in range(2))
+    for b in (one, many):
+        b.allocate(OWNER, 3)
+    refs = [PageRef(page_id, one.live_tag(page_id)) for page_id in (0, 1)]
+    spare = one.allocate_spare(OWNER)
+    assert many.allocate_spare(OWNER) == spare
+    for ref in (*refs, spare):
+        one.seal(ref, OWNER)
+    many.seal_many([*refs, spare])
+    assert [many.slot(i) for i in range(5)] == [one.slot(i) for i in range(5)]
+    assert many.counts() == one.counts()
+    assert (many.counts().open, many.counts().sealed) == (1, 2)
+
+
 HISTORIES: dict[str, Callable[[PageAllocator], object]] = {
     "untouched": lambda b: None,
     "open": lambda b: b.allocate(OWNER, 1),

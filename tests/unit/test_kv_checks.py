@@ -178,7 +178,7 @@ def a_page_that_says_another_position_than_its_descriptor(checks: Checks) -> str
     key = world.expected(TOKENS[:T]).keys[0]
     (ref,) = world.source.allocate(OWNER, 1)
     fill(world.source, ref, TOKENS[:T])
-    header = world.prompt(TOKENS)[1].header()
+    header = world.prompt(TOKENS)[1].header
     sealed = world.source.seal(ref, OWNER, replace(header, tag=ref.tag, valid_rows=T, prefix_key=key), 1)
     refs = world.pull([replace(sealed, logical_index=0, first_position=0)], TOKENS[:T])
     assert sealed.first_position == T
@@ -190,7 +190,7 @@ def a_descriptor_that_says_another_position_than_its_place(checks: Checks) -> st
     world = World(checks)
     key = world.expected(TOKENS[:T]).keys[0]
     (ref,) = world.source.allocate(OWNER, 1)
-    header = replace(world.prompt(TOKENS)[1].header(), tag=ref.tag, valid_rows=T, prefix_key=key)
+    header = replace(world.prompt(TOKENS)[1].header, tag=ref.tag, valid_rows=T, prefix_key=key)
     sealed = world.source.seal(ref, OWNER, header, 1)
     refs = world.pull([replace(sealed, logical_index=0)], TOKENS[:T])
     landed = world.sink.landed_header(refs[0])

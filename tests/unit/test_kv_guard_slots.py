@@ -119,7 +119,7 @@ def test_a_sealed_page_shows_nothing_of_its_slots_former_owner(name: str, rows: 
     kept = ~mask
     kept[:HEADER_BYTES] = False
     assert (after[kept] == before[kept]).all(), "valid rows are not touched"
-    assert after[:HEADER_BYTES].tobytes() == desc.header().pack()
+    assert after[:HEADER_BYTES].tobytes() == desc.header.pack()
 
 
 def test_token_major_tails_are_zeroed_too() -> None:

@@ -50,11 +50,11 @@ def test_pages_arrive_full_ones_sealed_the_partial_one_open(faults: TransferFaul
     for ref, desc in zip(refs, descs, strict=True):
         theirs = slot_bytes_of(world.source, desc.ref.page_id)
         assert body(slot_bytes_of(world.sink, ref.page_id)) == body(theirs)
-        assert world.sink.landed_header(ref) == replace(desc.header(), tag=ref.tag)
+        assert world.sink.landed_header(ref) == replace(desc.header, tag=ref.tag)
     assert world.sink.counters["pages_received"] == 3
     assert world.sink.counters["receipt_digest/ok"] == 3
     assert world.receiver.unproved_transfers == 0
-    assert [world.sink.describe(r, i).header().valid_rows for i, r in enumerate(refs[:2])] == [T, T]
+    assert [world.sink.describe(r, i).header.valid_rows for i, r in enumerate(refs[:2])] == [T, T]
 
 
 def test_an_empty_pull_does_nothing() -> None:

@@ -194,7 +194,7 @@ def test_what_an_earlier_read_left_behind_is_no_arrival() -> None:
     first = world.sink.allocate(OWNER, 3)
     with pytest.raises(StalePage):
         world.pull(descs, TOKENS, local=first)
-    assert world.sink.landed_header(first[0]) == descs[0].header()
+    assert world.sink.landed_header(first[0]) == descs[0].header
     world.sink.retire(first, OWNER)
     second = world.sink.allocate(OWNER, 3)
     at = [r for r in second if r.page_id == first[0].page_id]
