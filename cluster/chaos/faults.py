@@ -34,6 +34,7 @@ class Saboteur:
         self._arena = arena
         self._link = link
         self._registry = registry
+        self._registry_turn = asyncio.Lock()  # a server that is down cannot be flushed or killed again
         self._pressure = Pressure()
         self.done: Counter[str] = Counter()
         self.kills = 0
@@ -75,7 +76,7 @@ class Saboteur:
             Fault.FOREIGN_PAGE: self._switch,
             Fault.GATEWAY_RESTART: lambda _fault: self._arena.restart_gateway(),
             Fault.REGISTRY_KILL: self._kill_registry,
-            Fault.REGISTRY_FLUSH: lambda _fault: self._the_registry.flush(),
+            Fault.REGISTRY_FLUSH: lambda _fault: self._flush_registry(),
             Fault.LINK_CUT: self._link_fault,
             Fault.LINK_SLOW: self._link_fault,
             Fault.MEMORY_PRESSURE: lambda fault: self._pressure.squeeze(fault.amount, fault.for_ms / 1000),
@@ -112,11 +113,16 @@ class Saboteur:
         return self._registry
 
     async def _kill_registry(self, fault: PlannedFault) -> None:
-        self._the_registry.kill()
-        try:
-            await asyncio.sleep(fault.for_ms / 1000)
-        finally:
-            await self._the_registry.start()
+        async with self._registry_turn:
+            self._the_registry.kill()
+            try:
+                await asyncio.sleep(fault.for_ms / 1000)
+            finally:
+                await self._the_registry.start()
+
+    async def _flush_registry(self) -> None:
+        async with self._registry_turn:
+            await self._the_registry.flush()
 
     async def _link_fault(self, fault: PlannedFault) -> None:
         assert self._link is not None, "planned only where there is a link"
