@@ -16,10 +16,10 @@ What shapes this file (measured with nixl-cu12 1.5.1; the library's own traits a
   fails (seen 240 times of 240). So a transfer is DONE after another look at the life page.
 - Over TCP the owner's own thread reads its memory: an owner that unmaps it is killed by a reader. The region is
   unmapped after the agent is gone, never before.
-- What remains over TCP: UCX takes some losses of a reader for fatal. An owner that was stopped (SIGSTOP) in the middle
-  of a read, and whose reader has left, is aborted when it goes on (4 times of 4). One that runs outlived 25 readers
-  that closed and 40 that were killed in the middle of reads of this engine, but died once in 26 under a bare reader
-  with 64 MiB under way. Over CMA owners take no part in reads and outlived all of this.
+- What remains over TCP: UCX takes some losses of a reader for fatal. A reader that closes waits for what it has under
+  way (nixl_agent.py); one that is killed cannot. An owner that was stopped (SIGSTOP) in the middle of a read, and whose
+  reader has left, is aborted when it goes on (4 times of 4). One that runs on a quiet host outlived 40 readers that
+  were killed in the middle of reads. Over CMA owners take no part in reads and outlived all of this.
 - TCP and CMA know no authentication: whoever reaches UCX's ports (or runs as the same user) can read registered
   memory. Deployments must fence these ports off.
 
