@@ -240,7 +240,8 @@ def test_every_descriptor_is_a_batch_of_its_own(mooncake: Kit) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self._library, name)
 
-    reader.engine._library = Watched(reader.engine._library)
+    lent = reader.engine._library
+    lent._object = Watched(lent._object)
     assert read(reader, peer, random_pairs(1, 40, 64, 64)) is TransferState.DONE
     reader.engine.read_tags(peer, TIMEOUT_MS)
     assert len(sizes) > 30

@@ -179,7 +179,7 @@ class Watched:
 def watched_read(owner: Child, reader: Pool) -> Watched:
     """A read of which a whole batch is under way."""
     agent = reader.engine.agent
-    watched = agent._agent = Watched(agent._agent, agent._library.NIXL_IN_PROG)
+    watched = agent._agent._object = Watched(agent._agent._object, agent._library.NIXL_IN_PROG)
     transfer = reader.engine.read_pages(reader.engine.connect(owner.export), random_pairs(1, 64, 64, 64))
     deadline = time.monotonic() + 20
     while transfer._bytes_under_way < 8 * MIB and time.monotonic() < deadline:
