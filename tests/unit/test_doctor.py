@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from importlib.metadata import PackageNotFoundError
@@ -13,10 +12,9 @@ import pytest
 from cluster.cli import doctor_parts
 from cluster.cli.doctor_exposure import is_loopback, judge, nixl_devices
 from cluster.cli.doctor_finding import FAIL, OK, SKIP, WARN, Finding
-from cluster.cli.doctor_parts import engines, judge_clock, judge_engine, judge_ray, judge_versions, registry, versions
+from cluster.cli.doctor_parts import engines, judge_clock, judge_engine, judge_ray, judge_versions, versions
 from cluster.cli.doctor_probe import Answer, ask, verdict
 from cluster.config import load
-from tests.support.valkey import Valkey
 
 # --- questions in a process of their own ------------------------------------------------------------------------------
 
@@ -180,21 +178,6 @@ def test_clocks_are_compared_as_far_as_the_call_lets_them(
     found = judge_clock(100_000, took_ms, theirs_ms)
     assert found.result == result
     assert says in found.detail
-
-
-async def test_the_registry_is_asked_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Valkey(tmp_path)
-    await server.start()
-    try:
-        config = load(flags={"registry.url": server.url}).config
-        found = await asyncio.to_thread(lambda: {one.check: one for one in registry(config)})
-        assert {one.result for one in found.values()} == {OK}
-        assert set(found) == {"registry", "clock and registry"}
-        monkeypatch.setattr(doctor_parts.time, "time", lambda: 1_000.0)
-        found = await asyncio.to_thread(lambda: {one.check: one for one in registry(config)})
-        assert found["clock and registry"].result == WARN
-    finally:
-        server.kill()
 
 
 # --- listeners --------------------------------------------------------------------------------------------------------
