@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Protocol, TypeVar
 
 import grpc
@@ -31,14 +32,9 @@ async def responses(call: ResponseStream[T]) -> AsyncIterator[T]:
     reading task was cancelled, and nothing else. Leaving the loop early cancels the call.
     """
     try:
-        async for message in call:
-            yield message
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
-    except asyncio.CancelledError:
-        if _own_task_is_cancelled():
-            raise
-        raise _cancelled() from None
+        with _typed_errors():
+            async for message in call:
+                yield message
     finally:
         # No effect on a call that has ended.
         call.cancel()
@@ -46,18 +42,20 @@ async def responses(call: ResponseStream[T]) -> AsyncIterator[T]:
 
 async def answer(call: Awaitable[T]) -> T:
     """Awaits a unary call. Raises GenlockError for every failure; CancelledError only when this task was cancelled."""
-    try:
+    with _typed_errors():
         return await call
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     except asyncio.CancelledError:
         if _own_task_is_cancelled():
             raise
-        raise _cancelled() from None
-
-
-def _cancelled() -> Cancelled:
-    return Cancelled("cancelled", "the call was cancelled on this side")
+        raise Cancelled("cancelled", "the call was cancelled on this side") from None
 
 
 def _own_task_is_cancelled() -> bool:

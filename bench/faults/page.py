@@ -56,7 +56,7 @@ and the reports are as they stood in September 2026. A repository's state moves 
 How to read a row: `row 4` is a row of `genlock selftest --row 4`, which runs the fault twice: with every check, when it
 must end with a typed error and no wrong token while a healthy request on the same workers is right and every page comes
 back; and without the row's checks, when the wrong answer must appear. `sim late_bytes` is a fault that `genlock sim` draws
-by seed (`tests/sim/test_sim_slice.py`). `without digest` is a control that the suite runs: with that check off, the wrong
+by seed (`tests/sim/test_sim_slice.py`, `tests/integration/test_sim_swarm.py`). `without digest` is a control that the suite runs: with that check off, the wrong
 thing happens (`tests/sim/test_sim_controls.py`, `tests/unit/test_kv_checks.py`).
 """
 

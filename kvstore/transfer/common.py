@@ -10,18 +10,19 @@ Shape suffixes: S slots, n pages of one batch, U8 slot bytes.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import operator
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidInput, NoCapacity, TransferError, Unavailable
+from kvstore.errors import InvalidInput, NoCapacity, TransferError, TransferTimeout, Unavailable
 from kvstore.layout import SLOT_ALIGN_BYTES
 from kvstore.transfer.base import (
     MAX_PAGES_PER_TRANSFER,
@@ -51,6 +52,17 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Ids = tuple[int, ...]
 ClockMs = Callable[[], int]
+
+
+@contextlib.contextmanager
+def refusing_address(engine: str) -> Iterator[None]:
+    """What goes wrong while an address is read is the address's: InvalidInput (field export.address)."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # binascii.Error is a ValueError
+        raise InvalidInput(
+            "bad_address", f"export.address is no {engine} address: {error}", field="export.address"
+        ) from error
 
 
 class PageDigester(Protocol):
@@ -272,6 +284,21 @@ class PolledTransfer(Transfer, Generic[P]):
         if self._state is TransferState.RUNNING and digester and ids_n is not None and self._sums_n2 is not None:
             places = slice(portion.first, portion.first + portion.pages)
             self._sums_n2[places] = digester.body_sums_many(self._driver.slots_SU8, ids_n[places])
+
+
+def refuse_stuck(earlier: Transfer | None) -> None:
+    """Raises TransferTimeout (tags_stuck) while an earlier read of tags may still land where the next one would."""
+    if earlier is not None and not earlier.quiesced():
+        raise TransferTimeout("tags_stuck", "an earlier read of the peer's tags has not ended")
+
+
+def wait_for_tags(read: Transfer, timeout_ms: int) -> None:
+    """Raises TransferTimeout (tags_timeout), TransferError (peer_gone)."""
+    state = read.wait(timeout_ms)
+    if state is TransferState.TIMED_OUT:
+        raise TransferTimeout("tags_timeout", f"the peer's tags did not arrive within {timeout_ms} ms")
+    if state is not TransferState.DONE:
+        raise TransferError("peer_gone", "the peer's tags cannot be read")
 
 
 S = TypeVar("S")

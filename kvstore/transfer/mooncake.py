@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
-from kvstore.transfer.base import PoolExport, Transfer, TransferState, tag_table_bytes
+from kvstore.transfer.base import PoolExport, Transfer, tag_table_bytes
 from kvstore.transfer.common import (
     CLOSE_TIMEOUT_MS,
     CONNECT_TIMEOUT_MS,
@@ -45,9 +45,13 @@ from kvstore.transfer.common import (
     PolledTransfer,
     PoolEngine,
     monotonic_ms,
+    refuse_stuck,
+    refusing_address,
     runs_of,
     tags_of,
+    wait_for_tags,
 )
+from kvstore.transfer.lent import Lent
 
 R = TypeVar("R")
 
@@ -73,16 +77,12 @@ class MooncakeAddress:
 
 def parse_address(text: str) -> MooncakeAddress:
     """Raises InvalidInput (field export.address) for text that is no address of this engine."""
-    try:
+    with refusing_address("mooncake"):
         address = MooncakeAddress(**json.loads(text))
         host, _, port = address.session.rpartition(":")
         if not host or not 1 <= int(port) <= 65535 or type(address.base) is not int or not 0 < address.base < 1 << 63:
             raise ValueError("session or base out of range")
         return address
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InvalidInput(
-            "bad_address", f"export.address is no mooncake address: {error}", field="export.address"
-        ) from error
 
 
 def load_library() -> Any:
@@ -224,9 +224,7 @@ class MooncakeEngine(PoolEngine[_Source]):
         self.clock_ms = clock_ms
         self.failure_is_end = protocol == "tcp"
         self._host, self._protocol = host, protocol
-        self._library: Any = library
-        self._calls = 0
-        self._idle = threading.Condition(self._lock)
+        self._library = Lent(library)
         self._probes = threading.BoundedSemaphore(MAX_PROBES)
         self._late_buffers: list[U8] = []
         self._register_tried = False
@@ -243,26 +241,11 @@ class MooncakeEngine(PoolEngine[_Source]):
     @property
     def stopped(self) -> bool:
         """True once the library's engine is gone and nothing can land any more."""
-        with self._lock:
-            return self._library is None and not self._calls
+        return self._library.gone
 
     def call(self, use: Callable[[Any], R]) -> R | None:
-        """Runs `use` on the library's engine, which lives until it returns. None after `close`.
-
-        `use` must not keep its argument: the engine's destructor is the proof that nothing lands any more.
-        """
-        with self._lock:
-            library = self._library
-            if library is None:
-                return None
-            self._calls += 1
-        try:
-            return use(library)
-        finally:
-            del library
-            with self._lock:
-                self._calls -= 1
-                self._idle.notify_all()
+        """Runs `use` on the library's engine, which lives until it returns. None after `close`."""
+        return self._library.call(use)
 
     def regions(self) -> int:
         with self._lock:
@@ -276,7 +259,10 @@ class MooncakeEngine(PoolEngine[_Source]):
         base = self._buffer.ctypes.data
         self._register_tried = True  # whatever comes of it: a call that raises may have registered
         self._register_region(self._buffer)
-        return MooncakeAddress(f"{self._host}:{self._library.get_rpc_port()}", self._protocol, base).text()
+        port = self.call(lambda library: library.get_rpc_port())
+        if port is None:
+            raise TransferError("engine_closed", "the engine is closed")
+        return MooncakeAddress(f"{self._host}:{port}", self._protocol, base).text()
 
     def _attach(self, export: PoolExport) -> _Source:
         address = parse_address(export.address)
@@ -335,28 +321,17 @@ class MooncakeEngine(PoolEngine[_Source]):
 
     def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
         with source.tags_lock:
-            earlier = source.tags_read
-            if earlier is not None and not earlier.quiesced():
-                raise TransferTimeout("tags_stuck", "an earlier read of the peer's tags has not ended")
+            refuse_stuck(source.tags_read)
             slots = source.export.slots
             table = Descriptor(source.tags_buffer.ctypes.data, source.address.base, slots * 16)
             read = source.tags_read = MooncakeTransfer(self, source, [table])
-            state = read.wait(timeout_ms)
-            if state is TransferState.TIMED_OUT:
-                raise TransferTimeout("tags_timeout", f"the peer's tags did not arrive within {timeout_ms} ms")
-            if state is not TransferState.DONE:
-                raise TransferError("peer_gone", "the peer's tags cannot be read")
+            wait_for_tags(read, timeout_ms)
             return tags_of(source.tags_buffer, slots).copy()
 
     def _tear_down(self) -> None:
-        with self._idle:
-            library, self._library = self._library, None
-            quiet = self._idle.wait_for(lambda: not self._calls, CLOSE_TIMEOUT_MS / 1000)
-            self._calls += 1  # `stopped` stays False until the destructor has run
-        if quiet and self._register_tried and self._buffer is not None:
-            library.unregister_memory(self._buffer.ctypes.data)
-        del library  # runs the destructor, unless a call that hangs still holds the engine
-        with self._idle:
-            self._calls -= 1
-        if not quiet:
+        if not self._library.take_down(CLOSE_TIMEOUT_MS, self._let_go):
             raise TransferTimeout("close_timeout", f"a library call has not returned within {CLOSE_TIMEOUT_MS} ms")
+
+    def _let_go(self, library: Any) -> None:
+        if self._register_tried and self._buffer is not None:
+            library.unregister_memory(self._buffer.ctypes.data)

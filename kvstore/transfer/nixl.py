@@ -16,10 +16,10 @@ What shapes this file (measured with nixl-cu12 1.5.1; the library's own traits a
   fails (seen 240 times of 240). So a transfer is DONE after another look at the life page.
 - Over TCP the owner's own thread reads its memory: an owner that unmaps it is killed by a reader. The region is
   unmapped after the agent is gone, never before.
-- What remains over TCP: UCX takes some losses of a reader for fatal. An owner that was stopped (SIGSTOP) in the middle
-  of a read, and whose reader has left, is aborted when it goes on (4 times of 4). One that runs outlived 25 readers
-  that closed and 40 that were killed in the middle of reads of this engine, but died once in 26 under a bare reader
-  with 64 MiB under way. Over CMA owners take no part in reads and outlived all of this.
+- What remains over TCP: UCX takes some losses of a reader for fatal. A reader that closes waits for what it has under
+  way (nixl_agent.py); one that is killed cannot. An owner that was stopped (SIGSTOP) in the middle of a read, and whose
+  reader has left, is aborted when it goes on (4 times of 4). One that runs on a quiet host outlived 40 readers that
+  were killed in the middle of reads. Over CMA owners take no part in reads and outlived all of this.
 - TCP and CMA know no authentication: whoever reaches UCX's ports (or runs as the same user) can read registered
   memory. Deployments must fence these ports off.
 
@@ -38,8 +38,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
-from kvstore.transfer.base import PoolExport, Transfer, TransferState, pool_bytes, tag_table_bytes
+from kvstore.errors import InvalidInput, TransferError, Unavailable
+from kvstore.transfer.base import PoolExport, Transfer, pool_bytes, tag_table_bytes
 from kvstore.transfer.common import (
     CLOSE_TIMEOUT_MS,
     CONNECT_TIMEOUT_MS,
@@ -51,8 +51,10 @@ from kvstore.transfer.common import (
     PolledTransfer,
     PoolEngine,
     monotonic_ms,
+    refuse_stuck,
     runs_of,
     tags_of,
+    wait_for_tags,
 )
 from kvstore.transfer.devices import addresses_of, devices_here, fabric_here, ucx_devices
 from kvstore.transfer.nixl_address import NONCE_BYTES, NixlAddress, metadata_sum, parse_address
@@ -382,9 +384,7 @@ class NixlEngine(PoolEngine[_Source]):
 
     def _live_tags(self, source: _Source, timeout_ms: int) -> I64:
         with source.tags_lock:
-            earlier = source.tags_read
-            if earlier is not None and not earlier.quiesced():
-                raise TransferTimeout("tags_stuck", "an earlier read of the peer's tags has not ended")
+            refuse_stuck(source.tags_read)
             slots, landing = source.export.slots, source.tags_buffer
             life_at = tag_table_bytes(slots)
             landing[life_at:] = 0
@@ -395,11 +395,7 @@ class NixlEngine(PoolEngine[_Source]):
                 [(source.life_addr, CELL_BYTES, 0), (source.base, slots * 16, 0)],
             )
             read = source.tags_read = NixlTransfer(self, source, None, [table])
-            state = read.wait(timeout_ms)
-            if state is TransferState.TIMED_OUT:
-                raise TransferTimeout("tags_timeout", f"the peer's tags did not arrive within {timeout_ms} ms")
-            if state is not TransferState.DONE:
-                raise TransferError("peer_gone", "the peer's tags cannot be read")
+            wait_for_tags(read, timeout_ms)
             found = landing[life_at : life_at + _LIFE.size].tobytes()
             if found != source.life:
                 raise TransferError("peer_gone", "the peer's pool was closed, or another one took its place")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from kvstore.errors import InvalidInput
+from kvstore.transfer.common import refusing_address
 
 NONCE_BYTES = 16
 _MAX_ADDR = 1 << 63
@@ -38,7 +37,7 @@ def metadata_sum(agent: str, metadata: bytes) -> str:
 
 def parse_address(text: str) -> NixlAddress:
     """Raises InvalidInput (field export.address) for text that is no address of this engine."""
-    try:
+    with refusing_address("nixl"):
         address = NixlAddress(**json.loads(text))
         if type(address.base) is not int or not 0 < address.base < _MAX_ADDR:
             raise ValueError("base out of range")
@@ -52,7 +51,3 @@ def parse_address(text: str) -> NixlAddress:
         if metadata_sum(address.agent, metadata) != address.sum:
             raise ValueError("the metadata are damaged")
         return address
-    except (TypeError, ValueError, AttributeError, RecursionError, binascii.Error) as error:
-        raise InvalidInput(
-            "bad_address", f"export.address is no nixl address: {error}", field="export.address"
-        ) from error

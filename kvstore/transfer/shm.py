@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
+from kvstore.errors import TransferError, TransferTimeout, Unavailable
 from kvstore.transfer.base import PoolExport, Transfer, TransferState, pool_bytes
 from kvstore.transfer.common import (
     CLOSE_TIMEOUT_MS,
@@ -40,6 +40,7 @@ from kvstore.transfer.common import (
     PageDigester,
     PoolEngine,
     monotonic_ms,
+    refusing_address,
     runs_of,
     slots_of,
     tags_of,
@@ -76,7 +77,7 @@ class ShmAddress:
 
 def parse_address(text: str) -> ShmAddress:
     """Raises InvalidInput (field export.address) for text that is no address of this engine."""
-    try:
+    with refusing_address("shm"):
         raw = json.loads(text)
         address = ShmAddress(**raw)
         limits = ((address.pid, 1 << 31), (address.fd, 1 << 31), (address.start_ticks, 1 << 63))
@@ -85,10 +86,6 @@ def parse_address(text: str) -> ShmAddress:
         if len(bytes.fromhex(address.nonce)) != NONCE_BYTES:
             raise ValueError("nonce of another length")
         return address
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InvalidInput(
-            "bad_address", f"export.address is no shm address: {error}", field="export.address"
-        ) from error
 
 
 def start_ticks_of(pid: int) -> int | None:

@@ -4,52 +4,41 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.transfer_kit import KINDS, PROCESS_KINDS, Kit, require
+from tests.contract.transfer_kit import KINDS, PROCESS_KINDS, Kit, kit_of
 
 
 @pytest.fixture(params=KINDS)
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
-    require(request.param)
-    made = Kit(request.param)
-    yield made
-    made.close()
+    with kit_of(request.param) as made:
+        yield made
 
 
 @pytest.fixture(params=PROCESS_KINDS)
 def process_kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
-    require(request.param)
-    made = Kit(request.param)
-    yield made
-    made.close()
+    with kit_of(request.param) as made:
+        yield made
 
 
 @pytest.fixture
 def mooncake() -> Iterator[Kit]:
-    require("mooncake")
-    made = Kit("mooncake")
-    yield made
-    made.close()
+    with kit_of("mooncake") as made:
+        yield made
 
 
 @pytest.fixture
 def nixl() -> Iterator[Kit]:
     """Over CMA, as one host has it."""
-    require("nixl")
-    made = Kit("nixl")
-    yield made
-    made.close()
+    with kit_of("nixl") as made:
+        yield made
 
 
 @pytest.fixture
 def nixl_tcp() -> Iterator[Kit]:
-    require("nixl-tcp")
-    made = Kit("nixl-tcp")
-    yield made
-    made.close()
+    with kit_of("nixl-tcp") as made:
+        yield made
 
 
 @pytest.fixture
 def shm() -> Iterator[Kit]:
-    made = Kit("shm")
-    yield made
-    made.close()
+    with kit_of("shm") as made:
+        yield made

@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from cluster.cli import doctor_parts
+from cluster.cli.doctor_finding import OK, WARN
+from cluster.config import load
+from cluster.registry import redis
 from cluster.registry.records import Desired, Event, WorkerRecord
 from cluster.registry.redis import RedisRegistry
 from cluster.roles import Role
@@ -287,6 +291,31 @@ async def test_tls_checks_the_server_and_shows_a_certificate(server: Valkey, tmp
         await unreachable(refused.open())
         await refused.close()
     door.close()
+
+
+async def test_decisions_are_bounded_where_they_are_kept_and_where_they_are_asked_for(
+    server: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either bound would hide the other."""
+    texts = [bytes([number]) for number in range(6)]
+    async with opened(server) as registry:
+        monkeypatch.setattr(redis, "MAX_DECISIONS", 4)
+        for text in texts:
+            await registry.append_decision(text)
+        monkeypatch.setattr(redis, "MAX_DECISIONS", 100)
+        assert await registry.last_decisions() == tuple(reversed(texts[2:]))
+        monkeypatch.setattr(redis, "MAX_DECISIONS", 2)
+        assert await registry.last_decisions() == tuple(reversed(texts[4:]))
+
+
+async def test_the_doctor_asks_the_registry_for_its_time(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(flags={"registry.url": server.url}).config
+    found = await asyncio.to_thread(lambda: {one.check: one for one in doctor_parts.registry(config)})
+    assert {one.result for one in found.values()} == {OK}
+    assert set(found) == {"registry", "clock and registry"}
+    monkeypatch.setattr(doctor_parts.time, "time", lambda: 1_000.0)
+    found = await asyncio.to_thread(lambda: {one.check: one for one in doctor_parts.registry(config)})
+    assert found["clock and registry"].result == WARN
 
 
 def _openssl(*args: object) -> None:

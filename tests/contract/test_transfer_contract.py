@@ -27,9 +27,9 @@ from tests.contract.transfer_kit import (
     TIMEOUT_MS,
     Kit,
     assert_exactly,
+    kit_of,
     random_pairs,
     read,
-    require,
 )
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -477,9 +477,7 @@ def test_nothing_is_left_behind(kit: Kit) -> None:
 @pytest.mark.parametrize("kind", ["shm", "mooncake", "nixl", "nixl-tcp", "faulty"])
 @pytest.mark.parametrize(("slot_bytes", "count"), [(192, 9), (1 << 20, 19)])
 def test_body_sums_are_those_of_the_landed_bodies(kind: str, slot_bytes: int, count: int) -> None:
-    require(kind)
-    kit = Kit(kind)
-    try:
+    with kit_of(kind) as kit:
         digester = Digester(b"0123456789abcdef", slot_bytes)
         source, reader = kit.pool(24, slot_bytes, seed=1), kit.pool(24, slot_bytes, seed=2, digester=digester)
         peer = reader.engine.connect(source.export)
@@ -488,8 +486,6 @@ def test_body_sums_are_those_of_the_landed_bodies(kind: str, slot_bytes: int, co
         assert transfer.wait(TIMEOUT_MS) is TransferState.DONE
         expected = digester.body_sums_many(source.slots, np.array([p.remote_page_id for p in pairs]))
         np.testing.assert_array_equal(transfer.body_sums, expected)
-    finally:
-        kit.close()
 
 
 def test_without_a_digester_there_are_no_sums(kit: Kit) -> None:

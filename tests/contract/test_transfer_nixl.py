@@ -322,27 +322,6 @@ def test_transfers_that_have_not_ended_are_limited(nixl: Kit, monkeypatch: pytes
     engine._cells += cells
 
 
-def test_failures_are_quiet(nixl: Kit) -> None:
-    code = """
-from dataclasses import replace
-from kvstore.errors import GenlockError
-from kvstore.transfer.base import PagePair
-from kvstore.transfer.nixl import NixlEngine
-pools = [NixlEngine(), NixlEngine()]
-exports = [(e.allocate(8, 192), e.publish(1, "layout"))[1] for e in pools]
-peer = pools[0].connect(exports[1])
-pools[1].close()
-print(pools[0].read_pages(peer, [PagePair(0, 0)]).wait(2000).value)
-try:
-    pools[0].connect(exports[1])
-except GenlockError as error:
-    print(error.reason)
-pools[0].close()
-"""
-    done = in_a_process(code)
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["failed", "peer_gone"], "")
-
-
 THREADS = """
 import random, threading
 from kvstore.transfer.base import PagePair, TransferState

@@ -9,9 +9,10 @@ import pytest
 
 from kvstore.errors import TransferTimeout, Unavailable
 from kvstore.transfer import nixl as nixl_engine
+from kvstore.transfer import nixl_agent
 from kvstore.transfer.base import PagePair, TransferState
 from tests.contract.nixl_kit import MIB, stop, stuck_read, until_quiesced
-from tests.contract.transfer_kit import INCARNATION, TIMEOUT_MS, Kit, random_pairs, read
+from tests.contract.transfer_kit import INCARNATION, TIMEOUT_MS, Child, Kit, Pool, random_pairs, read
 
 # -- peers that stop, leave, die -------------------------------------------------------------------------------------
 
@@ -158,6 +159,56 @@ def test_a_reader_that_leaves_in_the_middle_does_not_harm_the_owner(nixl_tcp: Ki
     reader = nixl_tcp.pool(64, MIB)
     assert read(reader, reader.engine.connect(child.export), [PagePair(1, 2)]) is TransferState.DONE
     assert child.process.poll() is None
+
+
+class Watched:
+    """The library's agent. `released`: of each read that was let go, whether it was still under way."""
+
+    def __init__(self, agent: object, running: object) -> None:
+        self._agent, self._running = agent, running
+        self.released: list[bool] = []
+
+    def releaseXferReq(self, handle: int) -> object:
+        self.released.append(self._agent.getXferStatus(handle) == self._running)
+        return self._agent.releaseXferReq(handle)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._agent, name)
+
+
+def watched_read(owner: Child, reader: Pool) -> Watched:
+    """A read of which a whole batch is under way."""
+    agent = reader.engine.agent
+    watched = agent._agent._object = Watched(agent._agent._object, agent._library.NIXL_IN_PROG)
+    transfer = reader.engine.read_pages(reader.engine.connect(owner.export), random_pairs(1, 64, 64, 64))
+    deadline = time.monotonic() + 20
+    while transfer._bytes_under_way < 8 * MIB and time.monotonic() < deadline:
+        with transfer._lock:
+            transfer._advance()
+    watched.released.clear()
+    return watched
+
+
+def test_a_reader_that_leaves_waits_for_what_it_has_under_way(nixl_tcp: Kit) -> None:
+    """Else the owner's UCX answers over an endpoint that closes, and aborts the owner's process now and then."""
+    child, reader = nixl_tcp.child(64, MIB, seed=1), nixl_tcp.pool(64, MIB)
+    watched = watched_read(child, reader)
+    reader.engine.close()
+    assert watched.released
+    assert not any(watched.released)
+
+
+def test_a_reader_that_leaves_does_not_wait_for_a_peer_that_stands_still(
+    nixl_tcp: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "SEE_OFF_S", 0.2)
+    child, reader = nixl_tcp.child(64, MIB, seed=1), nixl_tcp.pool(64, MIB)
+    peer = reader.engine.connect(child.export)
+    assert read(reader, peer, [PagePair(1, 2)]) is TransferState.DONE
+    stop(child)
+    reader.engine.read_pages(peer, random_pairs(1, 64, 64, 64))
+    reader.engine.close()
+    assert reader.engine.stopped
 
 
 @pytest.mark.parametrize("kind", ["nixl", "nixl_tcp"])

@@ -3,7 +3,7 @@ checks they are adopted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,20 +18,14 @@ from kvstore.transfer.base import PagePair, TransferEngine
 from kvstore.transfer.faults import FaultHooks, TransferFaults
 from kvstore.transfer.faulty import FaultyEngine
 from kvstore.transfer.memory import MemoryEngine
-from tests.contract.transfer_kit import TIMEOUT_MS, Kit, require
+from tests.contract.transfer_kit import TIMEOUT_MS, Kit
 from tests.support.kv_world import OWNER, T, fill, make_guard, make_keyer, seal_prompt, values_of
 
 KINDS = ("memory", "shm", "mooncake", "nixl", "nixl-tcp")
 TOKENS = [11, 12, 13, 14, 21, 22, 23, 24]
 OTHERS = [91, 92, 93, 94]
 
-
-@pytest.fixture(params=KINDS)
-def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
-    require(request.param)
-    made = Kit(request.param)
-    yield made
-    made.close()
+pytestmark = pytest.mark.parametrize("kit", KINDS, indirect=True)
 
 
 @dataclass

@@ -6,6 +6,8 @@ import pathlib
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,6 +139,15 @@ def require(kind: str) -> None:
     reason = library.available() if library is not None else None
     if reason is not None:
         pytest.skip(reason)
+
+
+@contextmanager
+def kit_of(kind: str) -> Iterator[Kit]:
+    """Skips the test where the kind's library is not there."""
+    require(kind)
+    made = Kit(kind)
+    yield made
+    made.close()
 
 
 def random_pairs(seed: int, count: int, remote_slots: int, local_slots: int) -> list[PagePair]:

@@ -197,6 +197,14 @@ def test_every_list_has_every_form(cli: Cli, kind: str, output: str):
         assert out.strip()
 
 
+def test_nodes_hold_the_workers(cli: Cli):
+    nodes = json.loads(cli("get", "nodes", "-o", "json")[1])["nodes"]
+    placed = [worker for node in nodes for worker in node["workers"]]
+    assert sorted(placed) == ["decode-0", "prefill-0"]
+    table = cli("get", "nodes")[1]
+    assert all(name in table for name in ("cpus", nodes[0]["node"], "decode-0"))
+
+
 def test_requests_are_described_by_label_and_id(cli: Cli, endpoint: str, capsys):
     assert run(["generate", "hello", "--raw", "--endpoint", endpoint, "-o", "json"]) == OK
     server_id = json.loads(capsys.readouterr().out)["server_id"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -19,6 +18,10 @@ from model.llama import LlamaModel
 from model.load import load_model
 from model.tokenizer import ByteLevelTokenizer, tokenizer_from_gguf
 from model.weights import Weights, default_model_path, weights_from_gguf
+from tests.support.dense_step import DenseStep
+from tests.support.threads import one_thread
+
+__all__ = ["one_thread"]
 
 pytestmark = pytest.mark.slow
 
@@ -46,39 +49,6 @@ QUESTIONS = [
     "How do I boil an egg?",
     "Say hello in Spanish.",
 ]
-
-
-class DenseStep:
-    """A KvStep that keeps keys and values of each sequence in plain tensors. `rows`: (sequence, tokens) of the step."""
-
-    def __init__(self) -> None:
-        self.cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.rows: list[tuple[int, int]] = []
-
-    def __call__(self, layer: int, query_NHD: Tensor, streams: Sequence[Tensor], scale: float) -> Tensor:
-        outputs, at = [], 0
-        for sequence, tokens in self.rows:
-            part = slice(at, at + tokens)
-            new = tuple(stream[part].transpose(0, 1) for stream in streams)
-            old = self.cache.get((layer, sequence))
-            key, value = new if old is None else (torch.cat(pair, 1) for pair in zip(old, new, strict=True))
-            self.cache[layer, sequence] = key, value
-            visible = torch.ones(tokens, key.shape[1], dtype=torch.bool).tril(key.shape[1] - tokens)
-            mixed = torch.nn.functional.scaled_dot_product_attention(
-                query_NHD[part].transpose(0, 1)[None], key[None], value[None], visible, scale=scale, enable_gqa=True
-            )
-            outputs.append(mixed[0].transpose(0, 1))
-            at += tokens
-        return torch.cat(outputs)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On a busy machine two threads that wait for each other at every small operation are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otl
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from cluster.selftest.lab import load_subject
-from tests.support.edge_lab import EdgeLab
+from tests.support.edge_lab import EdgeLab, Seen
 from wire.tracing import ATTRIBUTES, make_tracer
 
 MARKER = "xyzzy-of-the-user"
@@ -96,6 +96,31 @@ def test_what_is_not_sampled_is_not_sent(collector) -> None:
     assert stub.spans == []
 
 
+@pytest.mark.parametrize(("own_ratio", "others_ratio"), [(1.0, 0.0), (0.0, 1.0)])
+def test_who_began_a_request_decides_for_all_parts(collector, own_ratio: float, others_ratio: float) -> None:
+    """Else traces would be torn: a part that is traced less than the gateway would leave holes in the gateway's."""
+    stub, endpoint = collector
+    gateway, decode = make_tracer(endpoint, "gateway", own_ratio), make_tracer(endpoint, "decode-0", others_ratio)
+    request = gateway.begin("request", ())
+    answer = request.child("answer")
+    decode.begin("decode", answer.carrier()).end()
+    answer.end()
+    request.end()
+    for tracer in (gateway, decode):
+        tracer.close()
+    told = {(part, span.name) for part, span in stub.spans}
+    assert told == ({("gateway", "request"), ("gateway", "answer"), ("decode-0", "decode")} if own_ratio else set())
+
+
+def test_a_share_is_sampled(collector) -> None:
+    stub, endpoint = collector
+    tracer = make_tracer(endpoint, "gateway", 0.5)
+    for _ in range(200):
+        tracer.begin("request", ()).end()
+    tracer.close()
+    assert 50 < len(stub.spans) < 150  # by chance less than once in 10^12
+
+
 def test_a_collector_that_is_away_keeps_nobody() -> None:
     with socket.socket() as taken:  # bound and not listening: the port is nobody's, and stays so
         taken.bind(("127.0.0.1", 0))
@@ -107,9 +132,9 @@ def test_a_collector_that_is_away_keeps_nobody() -> None:
         assert time.monotonic() - began < 30
 
 
-async def test_a_cluster_sends_its_spans(collector) -> None:
-    stub, endpoint = collector
-    lab = EdgeLab(load_subject("probe"), **{"tracing.endpoint": endpoint})
+async def seen_by(**settings: object) -> Seen:
+    """One answered request of a cluster with these settings; its spans have left when this returns."""
+    lab = EdgeLab(load_subject("probe"), **settings)
     try:
         await lab.start()
         seen = await lab.see(f"{MARKER} " * 8, max_tokens=8, ignore_eos=True)
@@ -118,6 +143,18 @@ async def test_a_cluster_sends_its_spans(collector) -> None:
         await lab.require_quiet()
     finally:
         await lab.stop()
+    return seen
+
+
+async def test_a_cluster_samples_what_it_is_set_to(collector) -> None:
+    stub, endpoint = collector
+    await seen_by(**{"tracing.endpoint": endpoint, "tracing.sample_ratio": 0.0})
+    assert stub.spans == []
+
+
+async def test_a_cluster_sends_its_spans(collector) -> None:
+    stub, endpoint = collector
+    seen = await seen_by(**{"tracing.endpoint": endpoint})
     request = stub.one("gateway", "request")
     own = [(part, span) for part, span in stub.spans if span.trace_id == request.trace_id]
     assert {part for part, _span in own} == {"gateway", "decode-0", "prefill-0"}

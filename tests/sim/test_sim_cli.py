@@ -1,4 +1,4 @@
-"""The command: its JSON, its exit codes, two processes."""
+"""The command: its JSON, its exit codes."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from sim.cli import sim_command
 from sim.coverage import REJECTS
 from sim.faults import site_names
 from sim.laws import LAWS
-from sim.runner import play, swarm
 
 
 def invoke(*args):
@@ -60,11 +59,6 @@ def test_replay_tells_the_same_trace():
 def test_bad_seeds_are_refused():
     assert invoke("--seeds", "5:5")[0] == 2
     assert invoke("--seeds", "x:5")[0] == 2
-
-
-def test_two_processes_count_like_one():
-    alone, both = play(range(8), (), ("wrong_token",)), swarm(range(8), jobs=2, laws=("wrong_token",))
-    assert (alone.operations, alone.events, alone.outcomes) == (both.operations, both.events, both.outcomes)
 
 
 def test_the_document_names_every_law_fault_and_check():

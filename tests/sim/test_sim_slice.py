@@ -1,61 +1,31 @@
-"""A slice of seeds, and that one seed is one run."""
+"""A few seeds, and that one seed is one run. `tests/integration/test_sim_swarm.py` plays more."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from sim.coverage import GAPS, REJECTS
+from sim.coverage import GAPS
 from sim.faults import NO_FAULTS, Faults, sample_faults, site_names
 from sim.laws import LAWS
 from sim.minimise import minimise
-from sim.runner import Report, play, run
+from sim.runner import play, run
 from sim.world import make_kit
 
-SLICE = range(150)
+SLICE = range(40)
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return play(SLICE, (), tuple(LAWS))
-
-
-def test_slice_finds_nothing(report):
+def test_slice_finds_nothing():
+    report = play(SLICE, (), tuple(LAWS))
     assert report.seeds == len(SLICE)
     assert report.violations == 0, report.failures
-
-
-def test_slice_answers_and_refuses(report):
-    assert report.outcomes["ok"] > 300
-    assert sum(report.outcomes.values()) - report.outcomes["ok"] > 300
-    assert report.page_operations > 200_000
-
-
-def test_slice_reaches_nearly_everything(report):
-    unreached = report.unreached()
-    assert len(unreached) <= 12, unreached
-    checks = [name for name in REJECTS if any(u.startswith(f"{name}:") for u in unreached)]
-    assert not checks, f"never said no: {checks}"
+    assert report.outcomes["ok"] > 80
+    assert report.page_operations > 50_000
 
 
 def test_same_seed_same_run():
     first, again, other = run(7), run(7), run(8)
     assert first == again
     assert first.trace != other.trace
-
-
-def test_same_seed_same_trace_in_another_process():
-    code = "from sim.runner import run; print(run(9).trace)"
-    traces = set()
-    for salt in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": salt}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=100
-        )
-        traces.add(done.stdout)
-    assert traces == {run(9).trace + "\n"}
 
 
 def test_a_quarter_of_the_seeds_has_each_fault():

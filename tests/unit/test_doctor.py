@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,9 @@ import pytest
 from cluster.cli import doctor_parts
 from cluster.cli.doctor_exposure import is_loopback, judge, nixl_devices
 from cluster.cli.doctor_finding import FAIL, OK, SKIP, WARN, Finding
-from cluster.cli.doctor_parts import engines, judge_clock, judge_engine, judge_ray, judge_versions, registry, versions
+from cluster.cli.doctor_parts import engines, judge_clock, judge_engine, judge_ray, judge_versions, versions
 from cluster.cli.doctor_probe import Answer, ask, verdict
 from cluster.config import load
-from tests.support.valkey import Valkey
 
 # --- questions in a process of their own ------------------------------------------------------------------------------
 
@@ -102,6 +101,26 @@ def test_this_installation_fits() -> None:
     assert {one.result for one in versions(load().config)} == {OK}
 
 
+def test_every_requirement_of_the_installed_package_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_parts, "_installed", lambda name: "0.0.1")
+    found = {one.check: one.result for one in versions(load().config)}
+    for name in ("torch", "ray", "numpy", "grpcio", "nixl-cu12"):
+        assert found[name] == WARN
+    assert found["other libraries"] == OK
+
+
+def test_another_python_and_a_package_that_is_not_installed_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor_parts.sys, "version_info", (3, 12, 1, "final", 0))
+    monkeypatch.setattr(doctor_parts.importlib.metadata, "version", version)
+    found = {one.check: one for one in versions(load().config)}
+    assert {name: one.result for name, one in found.items()} == {"python": FAIL, "genlock": FAIL}
+    assert found["python"].detail == "3.12.1"
+    assert all(one.fix for one in found.values())
+
+
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
@@ -161,21 +180,6 @@ def test_clocks_are_compared_as_far_as_the_call_lets_them(
     assert says in found.detail
 
 
-async def test_the_registry_is_asked_for_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Valkey(tmp_path)
-    await server.start()
-    try:
-        config = load(flags={"registry.url": server.url}).config
-        found = await asyncio.to_thread(lambda: {one.check: one for one in registry(config)})
-        assert {one.result for one in found.values()} == {OK}
-        assert set(found) == {"registry", "clock and registry"}
-        monkeypatch.setattr(doctor_parts.time, "time", lambda: 1_000.0)
-        found = await asyncio.to_thread(lambda: {one.check: one for one in registry(config)})
-        assert found["clock and registry"].result == WARN
-    finally:
-        server.kill()
-
-
 # --- listeners --------------------------------------------------------------------------------------------------------
 
 
@@ -231,9 +235,12 @@ def test_the_devices_of_nixl_are_those_that_a_worker_would_take(monkeypatch: pyt
         assert nixl_devices(load(flags={"transfer.engine": "nixl"}).config) == counts
 
 
-def test_metrics_that_others_reach_are_told() -> None:
+@pytest.mark.parametrize("port", ["port", "worker_port", "controller_port"])
+def test_metrics_that_others_reach_are_told(port: str) -> None:
     assert listeners(metrics__host="0.0.0.0").get("metrics") is None, "they are off"
-    assert listeners(metrics__host="0.0.0.0", metrics__port=9464)["metrics"].result == WARN
+    for number in (0, 9464):  # 0: any free port
+        assert listeners(metrics__host="0.0.0.0", **{f"metrics__{port}": number})["metrics"].result == WARN
+        assert "metrics" not in listeners(metrics__host="127.0.0.1", **{f"metrics__{port}": number})
 
 
 def test_what_loopback_is() -> None:

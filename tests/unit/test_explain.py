@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,44 +19,58 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("kvstore", "model", "wire", "prefill", "decode", "cluster")
 
 
-def trees() -> Iterator[ast.Module]:
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
-            yield ast.parse(path.read_text("utf-8"))
+class Module(NamedTuple):
+    """What one module defines, as (name, class returned, first parameter), and the calls with a literal string first,
+    as (name, string)."""
+
+    definitions: list[tuple[str, str, str]]
+    calls: list[tuple[str, str]]
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """Every module of the product. Read once: parsing takes seconds."""
+    return tuple(read(path) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def read(path: Path) -> Module:
+    found = Module([], [])
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            returned = node.returns.id if isinstance(node.returns, ast.Name) else ""
+            found.definitions.append((node.name, returned, "".join(a.arg for a in node.args.args[:1])))
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                found.calls.append((name, first.value))
+    return found
 
 
 def makers() -> dict[str, type[GenlockError]]:
     """Functions that make an error from a reason, their first parameter, by name; as `bad(reason, field, what)`."""
     classes = error_classes()
     return {
-        node.name: classes[node.returns.id]
-        for tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and isinstance(node.returns, ast.Name)
-        and node.returns.id in classes
-        and [parameter.arg for parameter in node.args.args[:1]] == ["reason"]
+        name: classes[returned]
+        for module in modules()
+        for name, returned, first in module.definitions
+        if returned in classes and first == "reason"
     }
 
 
+@cache
 def raised() -> dict[str, set[type[GenlockError]]]:
     """reason -> the classes that are made with it, by the literal first argument of a class or of a maker."""
     made = makers()
     known = {**error_classes(), **made}
     found: dict[str, set[type[GenlockError]]] = defaultdict(set)
-    for tree in trees():
+    for module in modules():
         # A module may have a function of that name which takes something else first.
-        others = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in made
-                  and [parameter.arg for parameter in node.args.args[:1]] != ["reason"]}  # fmt: skip
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not node.args:
-                continue
-            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            first = node.args[0]
-            literal = isinstance(first, ast.Constant) and isinstance(first.value, str)
-            if literal and name in known and name not in others:
-                found[first.value].add(known[name])
-    return found
+        others = {name for name, _, first in module.definitions if name in made and first != "reason"}
+        for name, literal in module.calls:
+            if name in known and name not in others:
+                found[literal].add(known[name])
+    return dict(found)
 
 
 def test_the_search_finds_reasons() -> None:

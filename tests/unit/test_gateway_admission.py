@@ -141,7 +141,9 @@ def test_a_schema_is_an_object_within_limits():
     assert draft(json_schema=nested(MAX_SCHEMA_DEPTH)).sampling.json_schema == nested(MAX_SCHEMA_DEPTH)
     assert draft().sampling.json_schema == ""
     long = json.dumps({"title": "é" * (MAX_SCHEMA_BYTES // 2)}, ensure_ascii=False)
-    for text in ("{", "[]", "null", nested(MAX_SCHEMA_DEPTH + 1), nested(100_000), '{"a":' + "9" * 9000 + "}", long):
+    deep = '{"a":' + "[" * 30_000 + "]" * 30_000 + "}"  # within the size, and deeper than it can be read
+    assert len(deep) < MAX_SCHEMA_BYTES
+    for text in ("{", "[]", "null", nested(MAX_SCHEMA_DEPTH + 1), deep, '{"a":' + "9" * 9000 + "}", long):
         with pytest.raises(InvalidInput) as caught:
             draft(json_schema=text)
         assert (caught.value.reason, caught.value.field) == ("bad_json_schema", "sampling_params.json_schema")

@@ -60,6 +60,15 @@ def test_null_is_absent():
     assert chat(**dict.fromkeys(names)) == chat()
 
 
+def test_a_schema_too_deep_to_be_written_down_is_refused_by_its_name():
+    schema: dict[str, object] = {}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = refused(chat, response_format=wanted)
+    assert (error.reason, error.field) == ("bad_json_schema", "response_format.json_schema.schema")
+
+
 def test_harmless_fields_are_ignored():
     extra = {"user": "u", "store": True, "metadata": {"a": "b"}, "frequency_penalty": 0.0, "presence_penalty": 0,
              "logit_bias": {}, "response_format": {"type": "text"}, "parallel_tool_calls": True,

@@ -99,8 +99,8 @@ async def test_turns_come_when_idle_and_commands_between_busy_turns(make):
 
     loop = make(turn)
     assert await loop.call(lambda: 1) == 1
-    idle = make(lambda: bool(seen.append(1)))
     seen: list[int] = []
+    idle = make(lambda: bool(seen.append(1)))
     async with asyncio.timeout(WAIT_S):
         while len(seen) < 3:
             await asyncio.sleep(0.001)
