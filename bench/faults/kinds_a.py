@@ -6,8 +6,10 @@ KINDS = (
     Fault(1, "Five ways to a wrong 200", ("vllm#52234", "vllm#52232"),
           "A receive that failed or could not succeed is answered with 200; a reference whose blocks were reused gives "
           "the previous prompt's answer, and the failure counter stays 0.",
-          "One typed error, no token, one count by cause; see the first table.",
-          ("row 1", "row 2", "row 3", "row 4", "row 5", "tests/integration/test_fault_table.py::test_row"),
+          "One typed error, no token, and the failure counter of its cause goes up by one; see the first table.",
+          ("row 1", "row 2", "row 3", "row 4", "row 5", "tests/integration/test_fault_table.py::test_row",
+           "tests/integration/test_refused_commands.py::"
+           "test_a_request_whose_handoff_nobody_knows_is_a_failed_request_of_that_cause"),
           ("row 1", "row 2", "row 3", "row 4", "row 5")),
     Fault(2, "The reader is not told that the lease ended", ("aws-samples/aws-do-eks#84", "vllm#32208", "vllm#47021"),
           "The producer frees blocks whose reader is late, logs it, and the client sees 200.",

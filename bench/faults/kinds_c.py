@@ -29,8 +29,13 @@ KINDS = (
     Fault(43, "Heartbeats for what is not there", ("vllm#53095", "vllm#53079", "vllm-project/vllm-ascend#16662", "llmd#187",
                                                    "sgl-project/sglang-omni#1773"),
           "An unknown id in a control message takes the process down, or renews the wrong lease.",
-          "NOT_FOUND for that call; nothing changes. Ids of other calls are refused even if they live.",
+          "NOT_FOUND for that call; nothing changes, and `genlock_refused_commands` goes up by one. Ids of other calls are "
+          "refused even if they live.",
           ("tests/unit/test_prefill_ends.py::test_ids_that_are_not_live_are_not_found_and_change_nothing",
+           "tests/integration/test_refused_commands.py::"
+           "test_renewals_and_releases_of_unknown_finished_and_former_handoffs",
+           "tests/integration/test_refused_commands.py::"
+           "test_cancels_of_unknown_and_finished_requests_and_a_number_that_is_taken",
            "tests/integration/test_edges_calls.py::test_prefill_refuses_commands_that_make_no_sense",
            "tests/fuzz/test_fuzz.py::test_a_live_cluster_under_hostile_calls", "sim unknown_command")),
     Fault(44, "One request's error takes all down", ("trtllm#16834", "sgl-project/sglang-omni#1773", "vllm#40364"),
