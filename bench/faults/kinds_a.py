@@ -36,12 +36,16 @@ KINDS = (
           ("without quarantine",)),
     Fault(5, "'Failed' is overwritten by 'complete'", ("trtllm#14633", "vllm#40364"),
           "A failed transfer is marked complete later, or a request ends while sibling ranks still write.",
-          "End states absorb; every order of events was tried against a model. One worker is one rank so far.",
+          "End states absorb; every order of events was tried against a model. There are no sibling ranks: a worker is one "
+          "rank, one handoff has one stream of events, and a layout of several ranks is refused by name, at a worker's own "
+          "start and from a peer.",
           ("tests/unit/test_handoff.py::test_every_sequence_of_events",
            "tests/unit/test_handoff.py::test_a_failed_handoff_is_never_ready",
-           "tests/contract/test_transfer_contract.py::test_done_is_final_and_moves_nothing_again"),
-          ("tests/unit/test_handoff.py::test_without_its_check_each_fault_passes",),
-          "several ranks of one worker"),
+           "tests/contract/test_transfer_contract.py::test_done_is_final_and_moves_nothing_again",
+           "tests/integration/test_single_faults.py::test_a_worker_whose_model_is_one_of_several_ranks_does_not_start",
+           "tests/integration/test_single_faults.py::"
+           "test_a_peer_that_is_one_of_several_ranks_is_refused_and_nobody_is_hurt"),
+          ("tests/unit/test_handoff.py::test_without_its_check_each_fault_passes",)),
     Fault(6, "An aborted load is freed early, twice or never",
           ("vllm#32255", "vllm#33377", "vllm#46283", "vllm#42571", "ModelEngine-Group/unified-cache-management#1053"),
           "Pages of an aborted load return too early, twice, or never.",

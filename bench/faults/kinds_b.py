@@ -42,13 +42,18 @@ KINDS = (
           ("row 15a", "row 15d", "tests/unit/test_kv_receive.py::test_every_field_of_a_descriptor_is_lied_about",
            "tests/unit/test_kv_layout.py::test_a_difference_is_named", "sim layout_differs"),
           ("row 15a", "row 15d", "without layout")),
-    Fault(32, "Page size or pool size differ", ("vllm#26744", "vllm#45443", "vllm#46106", "sglang#15674", "sglang#31295",
+    Fault(32, "Page size, ranks or pool size differ", ("vllm#26744", "vllm#45443", "vllm#46106", "sglang#15674", "sglang#31295",
                                                 "sglang#31968", "vllm#42895"),
           "Out-of-range reads, crashes or shifted rows where both ends differ.",
-          "Pools may differ in size; page sizes that differ are refused before a page is taken, the field named.",
-          ("tests/integration/test_single_faults.py::test_page_sizes_and_pool_sizes_of_both_ends", "row 15b",
+          "Of 324 pairs over page size {8, 16, 32}, ranks {1, 2, 4} and pool size {64, 100} the 12 of one page size and one "
+          "rank each work, whatever the pools' sizes; the others are refused before a page is taken, the field named.",
+          ("tests/unit/test_pair_matrix.py::"
+           "test_each_pair_carries_right_pages_or_is_refused_by_the_field_that_differs",
+           "tests/integration/test_single_faults.py::test_page_sizes_and_pool_sizes_of_both_ends",
+           "tests/integration/test_single_faults.py::"
+           "test_a_peer_that_is_one_of_several_ranks_is_refused_and_nobody_is_hurt", "row 15b",
            "tests/unit/test_router.py::test_both_ends_of_a_handoff_have_one_layout"),
-          ("row 15b",), "tensor parallelism that differs: one rank a worker so far"),
+          ("row 15b",)),
     Fault(34, "Scales are lost", ("vllm#48412", "vllm#49226", "ovg-project/kvcached#424", "flashinfer-ai/flashinfer#4979",
                                   "flashinfer-ai/flashinfer#1023"),
           "Codes arrive and scales do not, or not the right ones.",
