@@ -135,10 +135,17 @@ KINDS = (
           ("without prefix_key",)),
     Fault(20, "A guessable prefix hash", ("vllm#12621", "vllm#54727"),
           "A prompt can be built whose prefix hash is a victim's.",
-          "A keyed 256-bit hash chain under the cluster's secret. Lookups compare keys and not the tokens again.",
-          ("tests/unit/test_fault_prefix.py::test_keys_are_256_bits_and_nobody_without_the_secret_can_make_one",
+          "A keyed 256-bit hash chain under the cluster's secret. Each lookup also compares tenant and tokens, of the page and of "
+          "all before it: with one key for everything it is a miss. Decode compares the key alone: a foreign page that "
+          "prefill's index hands out all the same is noticed unless its key collides as well.",
+          ("tests/unit/test_fault_prefix.py::"
+           "test_with_one_key_for_everything_lookups_compare_tokens_and_tenant_and_miss",
+           "tests/unit/test_fault_prefix.py::test_keys_that_meet_further_on_in_two_prompts_are_a_miss",
+           "tests/integration/test_constant_keys.py::test_every_answer_is_its_own_prompts",
+           "tests/integration/test_constant_keys.py::test_what_decode_is_left_with_is_the_key",
+           "tests/unit/test_fault_prefix.py::test_keys_are_256_bits_and_nobody_without_the_secret_can_make_one",
            "tests/unit/test_kv_keys.py::test_keys_agree_exactly_as_far_as_the_tokens_do"),
-          ("row 20",)),
+          ("tests/integration/test_constant_keys.py::test_without_the_comparison_an_answer_is_anothers", "row 20")),
     Fault(21, "The tenant's salt is lost on the way",
           ("lmcache#4825", "sglang#37160", "sglang#24568", "kvcache-ai/ktransformers#2184", "dynamo#8197", "dynamo#14803",
            "smg-project/smg#2420"),
