@@ -79,5 +79,8 @@ KINDS = (
           "Decode drafts and prefill does not: a wrong cache without an error.",
           "There are no drafts: every row of a page was computed from its token, and options that would need them are "
           "refused by name.",
-          ("tests/unit/test_openai_requests.py::test_what_would_change_the_answer_is_refused_by_name",)),
+          ("tests/unit/test_openai_requests.py::test_what_would_change_the_answer_is_refused_by_name",
+           "tests/unit/test_config.py::test_no_setting_turns_drafts_on"),
+          ("tests/unit/test_openai_requests.py::"
+           "test_control_without_their_lists_such_fields_would_be_passed_over_in_silence",)),
 )  # fmt: skip
