@@ -27,13 +27,22 @@ KINDS = (
     Fault(4, "Quarantine that ends by a timer", ("sglang#38961", "trtllm#13713"),
           "The drain's acknowledgement is lost, two ranks overwrite one target, and the pages are freed after a time-out "
           "while the writer may still be active.",
-          "Only proof ends quarantine: the transfer's end state, or the engine's end. Time frees nothing; pools shrink "
-          "and the gauge shows it.",
-          ("tests/unit/test_kv_receive.py::test_transfers_that_go_wrong",
+          "Only proof ends quarantine: the transfer's end state, or the engine's end. Time frees nothing, nor does a second "
+          "cancel or a notice that is lost; the pool shrinks, gauges show it, and with more than half of it gone the worker "
+          "is not ready. At prefill a page is leased as long as decode says that it reads it; a reader that has given up "
+          "reads into quarantine, so what it still gets there is nobody's.",
+          ("tests/integration/test_quarantine_by_proof.py::"
+           "test_a_writer_that_outlasts_every_limit_keeps_its_pages_from_everybody",
+           "tests/integration/test_quarantine_by_proof.py::"
+           "test_a_readers_source_pages_stay_leased_while_it_reads",
+           "tests/integration/test_late_bytes.py::"
+           "test_pages_come_back_after_proof_and_hold_none_of_the_late_bytes",
+           "tests/unit/test_kv_receive.py::test_transfers_that_go_wrong",
            "tests/unit/test_kv_receive_time.py::test_a_page_is_not_adopted_while_its_engine_may_still_write_it",
            "tests/unit/test_kv_receive_time.py::test_sweeping_from_many_threads_proves_once",
            "tests/contract/test_transfer_contract.py::test_closing_our_engine_quiesces_everything", "sim copy_dropped"),
-          ("without quarantine",)),
+          ("tests/integration/test_late_bytes.py::"
+           "test_without_quarantine_late_bytes_overwrite_the_next_owners_pages", "without quarantine")),
     Fault(5, "'Failed' is overwritten by 'complete'", ("trtllm#14633", "vllm#40364"),
           "A failed transfer is marked complete later, or a request ends while sibling ranks still write.",
           "End states absorb; every order of events was tried against a model. There are no sibling ranks: a worker is one "
