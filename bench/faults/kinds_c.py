@@ -40,8 +40,10 @@ KINDS = (
            "tests/fuzz/test_fuzz.py::test_a_live_cluster_under_hostile_calls", "sim unknown_command")),
     Fault(44, "One request's error takes all down", ("trtllm#16834", "sgl-project/sglang-omni#1773", "vllm#40364"),
           "A transfer error of one request trips an assertion and stops every rank.",
-          "One request ends; its 31 neighbours are right, and the workers are the same lives.",
-          ("tests/integration/test_single_faults.py::test_one_of_thirty_two_is_corrupt_and_the_others_are_right",
+          "Damaged at each of 11 places where damage is looked for, that one request ends, by the check's own reason; the 31 in "
+          "the same batch are right, and the workers are the same lives.",
+          ("tests/integration/test_one_of_many.py::test_one_of_thirty_two_is_damaged_and_ends_alone",
+           "tests/integration/test_single_faults.py::test_one_of_thirty_two_is_corrupt_and_the_others_are_right",
            "tests/unit/test_runner.py::test_a_kernels_surprise_ends_the_row_that_causes_it", "sim row_fails")),
     Fault(46, "Registered memory leaks", ("mooncake#2965", "mooncake#2962", "mooncake#4243", "mooncake#3174", "mooncake#3153",
                                           "mooncake#701", "sglang#37019"),
