@@ -22,7 +22,8 @@ KINDS = (
     Fault(42, "Cancel does not cross the handoff", ("vllm#50425", "dynamo#7489", "ROCm/ATOM#1562", "vllm#54947",
                                                     "ohdearquant/lattice#744"),
           "The client leaves, and prefill's pages stay for minutes; unary calls go on generating.",
-          "In every phase, unary and streamed: compute stops and both pools are at their baseline.",
+          "In every phase, unary and streamed, also when prefill is done and decode was not told: within 2 s compute has "
+          "stopped and both pools are at their baseline.",
           ("tests/integration/test_edges_ends.py::test_a_caller_that_leaves_costs_nothing",
            "tests/integration/test_edges_ends.py::test_a_caller_that_leaves_at_any_moment_leaves_no_orphan",
            "sim cancel_lost")),
