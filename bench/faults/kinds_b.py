@@ -31,8 +31,11 @@ KINDS = (
           ("tests/unit/test_beacon.py::test_without_the_exchange_every_one_of_these_paths_would_be_used",)),
     Fault(30, "A full hit, wrong from the first token", ("vllm#52617", "lmcache#4870", "vllm#52627"),
           "An outer cache says 100 % hit and the first token differs.",
-          "Split, cold, from the cache and in one process give the same bytes and tokens. There is no host tier.",
-          ("tests/integration/test_edges.py::test_received_pages_are_the_oracles_byte_for_byte",
+          "Split, cold, from the cache and in one process give the same bytes and tokens, also when copies are slow and out of "
+          "order. There is no host tier.",
+          ("tests/integration/test_hundred_prompts.py::"
+           "test_one_process_and_split_cold_and_from_the_cache_give_the_same_tokens",
+           "tests/integration/test_edges.py::test_received_pages_are_the_oracles_byte_for_byte",
            "tests/integration/test_edges.py::test_an_answer_from_the_cache_equals_a_cold_one",
            "tests/integration/test_edges.py::test_the_real_model_apart_equals_the_real_model_in_one_process", "sim slow_copy"),
           ("row 14",)),
@@ -69,12 +72,14 @@ KINDS = (
           ("row 15c",)),
     Fault(36, "Accuracy drifts with a quantized cache", ("trtllm#16916", "vllm#54035", "sglang#25790"),
           "No crash; quality falls, and decode differs from prefill from some position on.",
-          "Split with a quantized cache equals one process with the same cache exactly, byte for byte; each format has a stated "
-          "error bound.",
-          ("tests/integration/test_edges.py::test_received_pages_are_the_oracles_byte_for_byte",
+          "Split with a quantized cache equals one process with the same cache exactly, byte for byte and in each "
+          "log-probability. Against unquantized pages, over 64 prompts of SmolLM2-135M, log-probabilities move by 0.035 in the "
+          "mean and 0.2 at most with int8, and not at all with none; the suite holds bounds (`genlock bench drift`).",
+          ("tests/integration/test_drift.py::test_split_answers_are_near_unquantized_ones_and_exactly_one_processs",
+           "tests/integration/test_edges.py::test_received_pages_are_the_oracles_byte_for_byte",
            "tests/integration/test_edges.py::test_the_real_model_apart_equals_the_real_model_in_one_process",
            "tests/unit/test_formats.py::test_int8_keeps_its_stated_bound"),
-          ("row 6b",), "a bound in continuous integration on the distance of log-probabilities to unquantized pages"),
+          ("row 6b", "tests/integration/test_drift.py::test_control_a_coarser_format_would_be_seen")),
     Fault(37, "Speculation on one side only", ("sglang#17212", "sglang#13555", "sglang#10059", "vllm#43559"),
           "Decode drafts and prefill does not: a wrong cache without an error.",
           "There are no drafts: every row of a page was computed from its token, and options that would need them are "

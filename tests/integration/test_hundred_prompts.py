@@ -1,5 +1,5 @@
-"""A hundred prompts, each answered by one process, split and cold, and split with its prefix from the cache, while copies
-take their time: the same tokens each time."""
+"""A hundred prompts, each answered by one process, split and cold, and split with its prefix from the cache, while
+copies take their time: the same tokens each time."""
 
 from __future__ import annotations
 
