@@ -138,7 +138,13 @@ Examples:
   genlock bench drift --model probe --format int8 --json"""
 )
 @click.option("--model", "model_name", default="smollm2", show_default=True)
-@click.option("--format", "formats", multiple=True, type=click.Choice(sorted(WORKING_FORMATS)), help="Default: all.")
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(sorted(f.value for f in WORKING_FORMATS)),
+    help="Default: all.",
+)
 @click.option("--prompts", type=click.IntRange(1, 4096), default=PROMPTS, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(model_name: str, formats: tuple[str, ...], prompts: int, as_json: bool) -> int:

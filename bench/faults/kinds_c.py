@@ -6,8 +6,15 @@ KINDS = (
     Fault(39, "A worker dies in the middle", ("dynamo#13088", "aibrix#2289", "llmd#2433", "InternLM/lmdeploy#4971",
                                               "sglang#6857"),
           "Prefill's death is told to nobody who waits; client and decode wait for ever.",
-          "One nested chain of calls: every stream ends typed, pages come back.",
+          "One nested chain of calls: whichever process is killed and whatever the request waits for then (a queue, compute, "
+          "pages, an acknowledgement, tokens), its stream ends typed before its deadline and pages come back. A registry "
+          "that dies ends nothing.",
           ("row 17a", "row 17b", "row 17c", "row 18",
+           "tests/integration/test_fault_kills.py::test_prefill_is_killed_when_all_is_sent_and_nothing_acknowledged",
+           "tests/integration/test_fault_kills.py::test_decode_is_killed_with_a_request_in_its_queue",
+           "tests/integration/test_fault_kills.py::test_decode_is_killed_before_it_answers",
+           "tests/integration/test_gateway_killed.py::test_a_killed_gateway_leaves_nothing_behind",
+           "tests/integration/test_registry.py::test_a_registry_killed_under_load_fails_no_request_and_is_filled_when_it_is_back",
            "tests/integration/test_edges_ends.py::test_prefills_stream_ends_between_any_two_events",
            "tests/integration/test_openai_probe.py::test_a_worker_that_dies_never_makes_a_finished_answer",
            "tests/integration/test_chaos.py::"
