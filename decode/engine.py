@@ -26,6 +26,7 @@ from wire.admission import Admission
 from wire.errors import surprise
 from wire.load import LoadTally
 from wire.matchers import matcher_for
+from wire.refused import RefusedTally
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 from wire.tracing import Trail, current_request, no_trail
@@ -127,6 +128,7 @@ class DecodeEngine:
         self._outcomes: Counter[str] = Counter()
         self.tally = StepTally()
         self.load = LoadTally()
+        self.refused = RefusedTally()
         self.loop = StepLoop("decode-steps", self._turn, clock)
 
     def start(self, aio: asyncio.AbstractEventLoop) -> None:

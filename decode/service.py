@@ -55,7 +55,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     async def Session(  # type: ignore[override] # grpc.aio also takes coroutines that write to the context
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Any
     ) -> None:
-        session = Session(self._start, context)
+        session = Session(self._start, context, refused=self._engine.refused)
         self._sessions[session] = asyncio.current_task()
         try:
             await session.run(commands)

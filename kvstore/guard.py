@@ -97,6 +97,9 @@ class Guard:
             raise InvalidInput("format_not_built", f"kv_format {layout.kv_format} is not built", field="kv_format")
         if layout.order is not HeadOrder.HEAD_MAJOR:
             raise InvalidInput("order_not_built", f"order {layout.order} is not built", field="layout.order")
+        if layout.tp_size != 1:
+            ranks = f"a worker is one rank: pages of one out of {layout.tp_size} ranks are not built"
+            raise InvalidInput("ranks_not_built", ranks, field="layout.tp_size")
         if digester.slot_bytes != layout.slot_bytes:
             raise InvalidInput(
                 "bad_slot_bytes",

@@ -69,5 +69,11 @@ class PrefixKeyer:
         return tuple(keys)
 
 
+def token_pages(token_ids: Sequence[int], page_tokens: int) -> tuple[bytes, ...]:
+    """The token ids of each page of a prompt, the last page perhaps partial, 8 bytes an id."""
+    raw, size = np.asarray(token_ids, dtype="<i8").tobytes(), 8 * page_tokens
+    return tuple(raw[at : at + size] for at in range(0, len(raw), size))
+
+
 def _framed(raw: bytes) -> bytes:
     return struct.pack("<I", len(raw)) + raw

@@ -27,10 +27,10 @@ from kvstore.errors import (
 from kvstore.guard import Guard, Published
 from kvstore.header import PageHeader
 from kvstore.ids import PageRef
-from kvstore.keys import PrefixKeyer
+from kvstore.keys import PrefixKeyer, token_pages
 from kvstore.leases import LeaseTable
 from kvstore.lifecycle import CACHE_OWNER
-from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_index import Content, PrefixIndex
 from kvstore.step import PageRun, PlanRow, StepPlan
 from model.ticket import Ticket
 
@@ -83,6 +83,7 @@ class PrefillSequence:
     handoff_id: bytes
     ticket: Ticket
     keys: tuple[bytes, ...]
+    tokens: tuple[bytes, ...]  # the ids of each page, beside its key
     submitted_ms: int
     started_ms: int = -1
     pages: PageRun = field(default_factory=lambda: PageRun(()))
@@ -90,6 +91,7 @@ class PrefillSequence:
     sealed: int = 0  # pages sealed or taken from the cache; all of these carry a share and a lease of ours
     cached_tokens: int = 0
     completed: bool = False
+    content: Content | None = None  # of the last page that is sealed and full
     private: list[PageRef] = field(default_factory=list)  # sealed pages that the cache did not take
 
 
@@ -159,7 +161,8 @@ class PrefillCore(Generic[T]):
         handoff_id = self._random_bytes(16)
         self.leases.grant(handoff_id, now_ms)
         self._next_request += 1
-        seq = PrefillSequence(self._next_request, handoff_id, ticket, keys, now_ms)
+        tokens_of = token_pages(ticket.token_ids, page_tokens)
+        seq = PrefillSequence(self._next_request, handoff_id, ticket, keys, tokens_of, now_ms)
         self._waiting[seq.request_no] = seq
         self._promised[handoff_id] = seq
         return seq
@@ -252,7 +255,8 @@ class PrefillCore(Generic[T]):
         """Reserves every page of the prompt: cached ones are shared, the rest allocated. All or nothing."""
         ids, page_tokens = seq.ticket.token_ids, self._guard.layout.page_tokens
         # At least one token is computed, since the first token needs its logits.
-        hits = self._intact(self.index.match(seq.keys[: (len(ids) - 1) // page_tokens]))
+        most = (len(ids) - 1) // page_tokens
+        hits = self._intact(self.index.match(seq.keys[:most], seq.ticket.tenant, seq.tokens))
         self._guard.share(hits)
         needed = len(seq.keys) - len(hits)
         if self._guard.free_pages < needed:
@@ -266,6 +270,7 @@ class PrefillCore(Generic[T]):
         self.leases.add(seq.handoff_id, hits, now_ms)
         seq.pages = PageRun(hits + fresh)
         seq.sealed, seq.started_ms = len(hits), now_ms
+        seq.content = self.index.content_of(seq.keys[len(hits) - 1]) if hits else None
         seq.done_tokens = seq.cached_tokens = len(hits) * page_tokens
         del self._waiting[seq.request_no]
         self._running[seq.request_no] = seq
@@ -333,8 +338,10 @@ class PrefillCore(Generic[T]):
         guard.lease((ref,))
         seq.sealed += 1
         self.leases.add(seq.handoff_id, (ref,), now_ms)
-        if keep:
-            self.index.insert(key, ref)
+        if valid_rows == layout.page_tokens:
+            seq.content = Content(seq.ticket.tenant, seq.tokens[index], seq.content)
+        if keep and seq.content is not None:
+            self.index.insert(key, ref, seq.content)
             self._descs[ref] = desc
         else:
             seq.private.append(ref)

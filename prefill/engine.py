@@ -19,6 +19,7 @@ from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, Pr
 from wire.admission import Admission
 from wire.load import LoadTally
 from wire.matchers import matcher_for
+from wire.refused import RefusedTally
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 
@@ -77,6 +78,7 @@ class PrefillEngine:
         self._cached_tokens = 0
         self.tally = StepTally()
         self.load = LoadTally()
+        self.refused = RefusedTally()
         self.loop = StepLoop("prefill-steps", self._turn, clock)
 
     async def submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:
@@ -100,7 +102,11 @@ class PrefillEngine:
         """Raises NotFound for a handoff that is unknown, released before, or expired."""
 
         def work() -> None:
-            request_no = self.core.release(handoff_id, suspect=suspect)
+            try:
+                request_no = self.core.release(handoff_id, suspect=suspect)
+            except NotFound as error:
+                self.refused.add(error.reason)
+                raise
             self._forget(request_no)
             self._outcomes["suspect" if suspect else "ok"] += 1
 
@@ -145,8 +151,8 @@ class PrefillEngine:
     def _known(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except NotFound:
-            self._outcomes["unknown_handoff"] += 1
+        except NotFound as error:
+            self.refused.add(error.reason)
 
     def _turn(self) -> bool:
         now = self._clock()

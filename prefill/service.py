@@ -90,6 +90,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         except (TimeoutError, StopAsyncIteration):
             raise InvalidInput("no_ticket", "the first command must be a ticket", field="ticket") from None
         if first.WhichOneof("command") != "ticket":
+            self._engine.refused.add("no_ticket")
             raise InvalidInput("no_ticket", "the first command must be a ticket", field="ticket")
         return first.ticket
 
@@ -112,6 +113,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     events.put_nowait(None)
                     return
                 else:
+                    self._engine.refused.add("second_ticket")
                     raise InvalidInput("second_ticket", "one call carries one ticket", field="ticket")
             if not seq.completed:
                 return  # half-closed: it cannot renew, so the lease's own deadline ends it
@@ -122,9 +124,9 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         except Exception:
             events.put_nowait(Cancelled("caller_gone", "the caller's side of the call broke"))
 
-    @staticmethod
-    def _require_own(handoff_id: bytes, seq: PrefillSequence) -> None:
+    def _require_own(self, handoff_id: bytes, seq: PrefillSequence) -> None:
         if handoff_id != seq.handoff_id:
+            self._engine.refused.add("unknown_handoff")
             raise NotFound("unknown_handoff", "this call has no such handoff")
 
     def _accepted(self, seq: PrefillSequence) -> worker_pb2.HandoffEvent:

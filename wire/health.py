@@ -21,19 +21,22 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """How long a step loop may stand still, milliseconds. Load never counts: a loop that is busy turns."""
+    """How long a step loop may stand still, milliseconds. Load never counts: a loop that is busy turns. And how much of
+    the pool may be in quarantine, which no time ends."""
 
     ready_ms: int = 60_000
     alive_ms: int = 180_000
+    quarantined_share: float = 0.5
 
 
 def ready(status: worker_pb2.WorkerStatus, limits: HealthLimits) -> bool:
     """Steps, takes requests, and has passed an exchange of a page with a peer, where it must and knows of one. Where no
     peer is known, as in a fleet of one role, it waits for nobody. Who has pairs proved asks for the worker's status and
-    not for this, so nothing waits for itself. Pure."""
+    not for this, so nothing waits for itself. Most of its pool is not in quarantine. Pure."""
     known = bool(status.peers) or status.untried_peers > 0
     proved = not status.proves_peers or not known or any(proof.passed for proof in status.peers)
-    return not status.draining and proved and status.step_age_ms <= limits.ready_ms
+    fits = status.pool.quarantined <= limits.quarantined_share * status.pool.pages
+    return not status.draining and proved and fits and status.step_age_ms <= limits.ready_ms
 
 
 def alive(status: worker_pb2.WorkerStatus, limits: HealthLimits) -> bool:

@@ -26,7 +26,7 @@ OTHER = "other"
 OK = "ok"
 COMPARED = "compared"
 # Outcomes of workers that end no request.
-EVENTS = frozenset({"preempted", "unknown_handoff"})
+EVENTS = frozenset({"preempted"})
 PASSING = frozenset({OK, COMPARED})
 READS = frozenset({"read_entry", "read_kernel", "read_exit", "write_rows"})
 
@@ -45,6 +45,7 @@ class WorkerReading:
     transfer_regions: int
     unproved_transfers: int
     surprises: int
+    refused: Mapping[str, int]  # commands for what is not there, by cause
 
 
 def verification(counters: Mapping[str, int]) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
@@ -144,6 +145,13 @@ def _sequences(reading: WorkerReading, role: str) -> Iterator[Metric]:
         "genlock_preemptions", "Times a sequence gave its pages back to be computed again.", role,
         events.get("preempted", 0),
     )  # fmt: skip
+    refused = CounterMetricFamily(
+        "genlock_refused_commands", "Commands of peers for requests and handoffs that are not there, by cause.",
+        labels=("role", "cause"),
+    )  # fmt: skip
+    for cause, count in sorted(reading.refused.items()):
+        refused.add_metric((role, cause), count)
+    yield refused
     yield gauge("genlock_draining", "1 while this worker takes no new requests.", role, float(status.draining))
     ages = reading.lease_ages_ms
     yield gauge("genlock_leases", "Handoffs whose pages are kept for a decode worker.", role, len(ages))

@@ -23,6 +23,7 @@ from model.sampler import SampledToken
 from wire.convert import token_to_proto
 from wire.ending import end_tasks
 from wire.errors import surprise, to_status
+from wire.refused import RefusedTally
 from wire.replies import Replies
 
 MAX_OPEN = 65_536
@@ -49,10 +50,14 @@ class _Open:
 class Session:
     """One call of one gateway. `context` is grpc.aio's servicer context."""
 
-    def __init__(self, start: Start, context: Any, max_open: int = MAX_OPEN) -> None:
+    def __init__(
+        self, start: Start, context: Any, max_open: int = MAX_OPEN, refused: RefusedTally | None = None
+    ) -> None:
+        """`refused` counts commands for calls that are not there, or are there already."""
         self._start = start
         self._replies = Replies(context)
         self._max_open = max_open
+        self._refused = refused or RefusedTally()
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
         self._ending = threading.Lock()
@@ -107,6 +112,7 @@ class Session:
 
     def _submit(self, call_no: int, request: worker_pb2.DecodeRequest) -> None:
         if call_no in self._open:
+            self._refused.add("call_no_taken")
             # Whose tokens are whose could not be told apart.
             self._cut(call_no, InvalidInput("call_no_taken", "call_no is of a request that runs", field="call_no"))
             return
@@ -137,11 +143,13 @@ class Session:
                 cancel()  # it was cut while it was being started; no effect on one that has ended by itself
 
     def _cut(self, call_no: int, error: GenlockError) -> None:
-        """Ends a request from this side; no effect on one that has ended."""
+        """Ends a request from this side; no effect on one that has ended, which nobody need know yet."""
         one = self._open.get(call_no)
-        if one is not None:
-            self._tell(call_no, error)
-            _stop(one)
+        if one is None:
+            self._refused.add("unknown_call")
+            return
+        self._tell(call_no, error)
+        _stop(one)
 
     def _tell(self, call_no: int, told: Told) -> None:
         """From any thread. After a request's end nothing more is told of it."""

@@ -6,8 +6,10 @@ KINDS = (
     Fault(1, "Five ways to a wrong 200", ("vllm#52234", "vllm#52232"),
           "A receive that failed or could not succeed is answered with 200; a reference whose blocks were reused gives "
           "the previous prompt's answer, and the failure counter stays 0.",
-          "One typed error, no token, one count by cause; see the first table.",
-          ("row 1", "row 2", "row 3", "row 4", "row 5", "tests/integration/test_fault_table.py::test_row"),
+          "One typed error, no token, and the failure counter of its cause goes up by one; see the first table.",
+          ("row 1", "row 2", "row 3", "row 4", "row 5", "tests/integration/test_fault_table.py::test_row",
+           "tests/integration/test_refused_commands.py::"
+           "test_a_request_whose_handoff_nobody_knows_is_a_failed_request_of_that_cause"),
           ("row 1", "row 2", "row 3", "row 4", "row 5")),
     Fault(2, "The reader is not told that the lease ended", ("aws-samples/aws-do-eks#84", "vllm#32208", "vllm#47021"),
           "The producer frees blocks whose reader is late, logs it, and the client sees 200.",
@@ -25,21 +27,34 @@ KINDS = (
     Fault(4, "Quarantine that ends by a timer", ("sglang#38961", "trtllm#13713"),
           "The drain's acknowledgement is lost, two ranks overwrite one target, and the pages are freed after a time-out "
           "while the writer may still be active.",
-          "Only proof ends quarantine: the transfer's end state, or the engine's end. Time frees nothing; pools shrink "
-          "and the gauge shows it.",
-          ("tests/unit/test_kv_receive.py::test_transfers_that_go_wrong",
+          "Only proof ends quarantine: the transfer's end state, or the engine's end. Time frees nothing, nor does a second "
+          "cancel or a notice that is lost; the pool shrinks, gauges show it, and with more than half of it gone the worker "
+          "is not ready. At prefill a page is leased as long as decode says that it reads it; a reader that has given up "
+          "reads into quarantine, so what it still gets there is nobody's.",
+          ("tests/integration/test_quarantine_by_proof.py::"
+           "test_a_writer_that_outlasts_every_limit_keeps_its_pages_from_everybody",
+           "tests/integration/test_quarantine_by_proof.py::"
+           "test_a_readers_source_pages_stay_leased_while_it_reads",
+           "tests/integration/test_late_bytes.py::"
+           "test_pages_come_back_after_proof_and_hold_none_of_the_late_bytes",
+           "tests/unit/test_kv_receive.py::test_transfers_that_go_wrong",
            "tests/unit/test_kv_receive_time.py::test_a_page_is_not_adopted_while_its_engine_may_still_write_it",
            "tests/unit/test_kv_receive_time.py::test_sweeping_from_many_threads_proves_once",
            "tests/contract/test_transfer_contract.py::test_closing_our_engine_quiesces_everything", "sim copy_dropped"),
-          ("without quarantine",)),
+          ("tests/integration/test_late_bytes.py::"
+           "test_without_quarantine_late_bytes_overwrite_the_next_owners_pages", "without quarantine")),
     Fault(5, "'Failed' is overwritten by 'complete'", ("trtllm#14633", "vllm#40364"),
           "A failed transfer is marked complete later, or a request ends while sibling ranks still write.",
-          "End states absorb; every order of events was tried against a model. One worker is one rank so far.",
+          "End states absorb; every order of events was tried against a model. There are no sibling ranks: a worker is one "
+          "rank, one handoff has one stream of events, and a layout of several ranks is refused by name, at a worker's own "
+          "start and from a peer.",
           ("tests/unit/test_handoff.py::test_every_sequence_of_events",
            "tests/unit/test_handoff.py::test_a_failed_handoff_is_never_ready",
-           "tests/contract/test_transfer_contract.py::test_done_is_final_and_moves_nothing_again"),
-          ("tests/unit/test_handoff.py::test_without_its_check_each_fault_passes",),
-          "several ranks of one worker"),
+           "tests/contract/test_transfer_contract.py::test_done_is_final_and_moves_nothing_again",
+           "tests/integration/test_single_faults.py::test_a_worker_whose_model_is_one_of_several_ranks_does_not_start",
+           "tests/integration/test_single_faults.py::"
+           "test_a_peer_that_is_one_of_several_ranks_is_refused_and_nobody_is_hurt"),
+          ("tests/unit/test_handoff.py::test_without_its_check_each_fault_passes",)),
     Fault(6, "An aborted load is freed early, twice or never",
           ("vllm#32255", "vllm#33377", "vllm#46283", "vllm#42571", "ModelEngine-Group/unified-cache-management#1053"),
           "Pages of an aborted load return too early, twice, or never.",
@@ -67,9 +82,13 @@ KINDS = (
     Fault(9, "A second tier gives another session's KV", ("lmcache#4385", "lmcache#1866", "lmcache#207", "lmcache#2972",
                                                           "lmcache#4991"),
           "A reload returns another session's object, one half written, or a key whose store failed.",
-          "There is no second tier. In the one there is, a page's header and digest are checked again at every hit.",
-          ("tests/unit/test_prefill_core.py::test_a_page_whose_bytes_rotted_in_the_cache_is_a_miss",
-           "tests/unit/test_prefill_core.py::test_a_page_whose_header_rotted_in_the_cache_is_a_miss", "sim cache_rot")),
+          "There is no second tier: what handles pages writes no file and calls no store. In the one there is, a page's header "
+          "and digest are checked again at every hit.",
+          ("tests/unit/test_one_tier.py::test_nothing_that_handles_pages_writes_files_or_calls_a_store",
+           "tests/unit/test_prefill_core.py::test_a_page_whose_bytes_rotted_in_the_cache_is_a_miss",
+           "tests/unit/test_prefill_core.py::test_a_page_whose_header_rotted_in_the_cache_is_a_miss", "sim cache_rot"),
+          ("tests/unit/test_one_tier.py::test_control_a_tier_would_be_seen",
+           "tests/unit/test_prefill_core.py::test_control_without_the_look_a_rotten_page_would_be_promised")),
     Fault(11, "Prefill aborted, decode was told 'one page, ok'", ("sglang#34208", "sglang#30233", "sglang#33507"),
           "An over-long input is aborted on prefill, and decode gets a success with one page.",
           "Lengths are checked before any page is taken; a completion must name exactly the prompt's pages.",
@@ -92,7 +111,10 @@ KINDS = (
           "connection is made.",
           ("tests/integration/test_gateway_refusals.py::test_nothing_that_a_client_sends_names_a_peer_or_a_tenant",
            "tests/integration/test_openai_door.py::test_nothing_in_a_request_makes_a_connection",
-           "tests/unit/test_openai_requests.py::test_what_looks_like_a_transfer_is_refused_by_name")),
+           "tests/unit/test_openai_requests.py::test_what_looks_like_a_transfer_is_refused_by_name"),
+          ("tests/integration/test_edges_calls.py::test_control_whom_a_worker_is_told_to_call_is_called",
+           "tests/unit/test_openai_requests.py::"
+           "test_control_without_their_lists_such_fields_would_be_passed_over_in_silence")),
     Fault(14, "A read that is longer than the lease", ("mooncake#850", "mooncake#778", "mooncake#3996", "mooncake#4239"),
           "An object is evicted and overwritten while a slow get reads it; the caller sees success.",
           "The digest proves the bytes, and the source's tag is read after them, in a second batch.",
@@ -129,10 +151,17 @@ KINDS = (
           ("without prefix_key",)),
     Fault(20, "A guessable prefix hash", ("vllm#12621", "vllm#54727"),
           "A prompt can be built whose prefix hash is a victim's.",
-          "A keyed 256-bit hash chain under the cluster's secret. Lookups compare keys and not the tokens again.",
-          ("tests/unit/test_fault_prefix.py::test_keys_are_256_bits_and_nobody_without_the_secret_can_make_one",
+          "A keyed 256-bit hash chain under the cluster's secret. Each lookup also compares tenant and tokens, of the page and of "
+          "all before it: with one key for everything it is a miss. Decode compares the key alone: a foreign page that "
+          "prefill's index hands out all the same is noticed unless its key collides as well.",
+          ("tests/unit/test_fault_prefix.py::"
+           "test_with_one_key_for_everything_lookups_compare_tokens_and_tenant_and_miss",
+           "tests/unit/test_fault_prefix.py::test_keys_that_meet_further_on_in_two_prompts_are_a_miss",
+           "tests/integration/test_constant_keys.py::test_every_answer_is_its_own_prompts",
+           "tests/integration/test_constant_keys.py::test_what_decode_is_left_with_is_the_key",
+           "tests/unit/test_fault_prefix.py::test_keys_are_256_bits_and_nobody_without_the_secret_can_make_one",
            "tests/unit/test_kv_keys.py::test_keys_agree_exactly_as_far_as_the_tokens_do"),
-          ("row 20",)),
+          ("tests/integration/test_constant_keys.py::test_without_the_comparison_an_answer_is_anothers", "row 20")),
     Fault(21, "The tenant's salt is lost on the way",
           ("lmcache#4825", "sglang#37160", "sglang#24568", "kvcache-ai/ktransformers#2184", "dynamo#8197", "dynamo#14803",
            "smg-project/smg#2420"),

@@ -6,8 +6,15 @@ KINDS = (
     Fault(39, "A worker dies in the middle", ("dynamo#13088", "aibrix#2289", "llmd#2433", "InternLM/lmdeploy#4971",
                                               "sglang#6857"),
           "Prefill's death is told to nobody who waits; client and decode wait for ever.",
-          "One nested chain of calls: every stream ends typed, pages come back.",
+          "One nested chain of calls: whichever process is killed and whatever the request waits for then (a queue, compute, "
+          "pages, an acknowledgement, tokens), its stream ends typed before its deadline and pages come back. A registry "
+          "that dies ends nothing.",
           ("row 17a", "row 17b", "row 17c", "row 18",
+           "tests/integration/test_fault_kills.py::test_prefill_is_killed_when_all_is_sent_and_nothing_acknowledged",
+           "tests/integration/test_fault_kills.py::test_decode_is_killed_with_a_request_in_its_queue",
+           "tests/integration/test_fault_kills.py::test_decode_is_killed_before_it_answers",
+           "tests/integration/test_gateway_killed.py::test_a_killed_gateway_leaves_nothing_behind",
+           "tests/integration/test_registry.py::test_a_registry_killed_under_load_fails_no_request_and_is_filled_when_it_is_back",
            "tests/integration/test_edges_ends.py::test_prefills_stream_ends_between_any_two_events",
            "tests/integration/test_openai_probe.py::test_a_worker_that_dies_never_makes_a_finished_answer",
            "tests/integration/test_chaos.py::"
@@ -22,22 +29,31 @@ KINDS = (
     Fault(42, "Cancel does not cross the handoff", ("vllm#50425", "dynamo#7489", "ROCm/ATOM#1562", "vllm#54947",
                                                     "ohdearquant/lattice#744"),
           "The client leaves, and prefill's pages stay for minutes; unary calls go on generating.",
-          "In every phase, unary and streamed: compute stops and both pools are at their baseline.",
+          "In every phase, unary and streamed, also when prefill is done and decode was not told: within 2 s compute has "
+          "stopped and both pools are at their baseline.",
           ("tests/integration/test_edges_ends.py::test_a_caller_that_leaves_costs_nothing",
            "tests/integration/test_edges_ends.py::test_a_caller_that_leaves_at_any_moment_leaves_no_orphan",
            "sim cancel_lost")),
     Fault(43, "Heartbeats for what is not there", ("vllm#53095", "vllm#53079", "vllm-project/vllm-ascend#16662", "llmd#187",
                                                    "sgl-project/sglang-omni#1773"),
           "An unknown id in a control message takes the process down, or renews the wrong lease.",
-          "NOT_FOUND for that call; nothing changes. Ids of other calls are refused even if they live.",
+          "NOT_FOUND for that call; nothing changes, and `genlock_refused_commands` goes up by one. Ids of other calls are "
+          "refused even if they live.",
           ("tests/unit/test_prefill_ends.py::test_ids_that_are_not_live_are_not_found_and_change_nothing",
+           "tests/integration/test_refused_commands.py::"
+           "test_renewals_and_releases_of_unknown_finished_and_former_handoffs",
+           "tests/integration/test_refused_commands.py::"
+           "test_cancels_of_unknown_and_finished_requests_and_a_number_that_is_taken",
            "tests/integration/test_edges_calls.py::test_prefill_refuses_commands_that_make_no_sense",
            "tests/fuzz/test_fuzz.py::test_a_live_cluster_under_hostile_calls", "sim unknown_command")),
     Fault(44, "One request's error takes all down", ("trtllm#16834", "sgl-project/sglang-omni#1773", "vllm#40364"),
           "A transfer error of one request trips an assertion and stops every rank.",
-          "One request ends; its 31 neighbours are right, and the workers are the same lives.",
-          ("tests/integration/test_single_faults.py::test_one_of_thirty_two_is_corrupt_and_the_others_are_right",
-           "tests/unit/test_runner.py::test_a_kernels_surprise_ends_the_row_that_causes_it", "sim row_fails")),
+          "Damaged at each of 11 places where damage is looked for, that one request ends, by the check's own reason; the 31 in "
+          "the same batch are right, and the workers are the same lives.",
+          ("tests/integration/test_one_of_many.py::test_one_of_thirty_two_is_damaged_and_ends_alone",
+           "tests/integration/test_single_faults.py::test_one_of_thirty_two_is_corrupt_and_the_others_are_right",
+           "tests/unit/test_runner.py::test_a_kernels_surprise_ends_the_row_that_causes_it", "sim row_fails"),
+          ("row 6a", "row 12a", "row 12b", "row 13", "row 19")),
     Fault(46, "Registered memory leaks", ("mooncake#2965", "mooncake#2962", "mooncake#4243", "mooncake#3174", "mooncake#3153",
                                           "mooncake#701", "sglang#37019"),
           "Regions stay registered after a close or a failure; a new pool at an old address inherits its key.",

@@ -12,6 +12,7 @@ COMMANDS = {
     "gateway": LazyCommand("bench.gateway:command", "Streamed tokens through one gateway on one core."),
     "peers": LazyCommand("bench.peers.cli:command", "The same broken handoffs here and on vLLM's split serving."),
     "faults": LazyCommand("bench.faults.cli:command", "The page of public faults: write or compare it."),
+    "drift": LazyCommand("bench.drift:command", "How far a quantized cache is from an unquantized one."),
     "serve": LazyCommand("bench.serve:command", "Throughput and latency of a cluster under load."),
 }
 

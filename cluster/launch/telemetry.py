@@ -63,4 +63,5 @@ def read_worker(
         transfer_regions=transfer.regions(),
         unproved_transfers=engine.facts().unproved_transfers if isinstance(engine, DecodeEngine) else 0,
         surprises=engine.loop.surprises,
+        refused=engine.refused.read(),
     )

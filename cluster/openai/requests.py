@@ -45,6 +45,10 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "json_schema": (),
         "regex": (),
         "ebnf": (),
+        # There are no drafts, neither at prefill nor at decode.
+        "speculative_config": (),
+        "num_speculative_tokens": (0,),
+        "draft_model": (),
         # Prefixes are shared within a tenant; a finer border would be a promise that nobody keeps.
         "cache_salt": (),
     }

@@ -342,7 +342,7 @@ _SHAPES: Mapping[str, tuple[str, str, str, bool]] = MappingProxyType({
 # Reasons of INVALID_ARGUMENT beside those that say it by their first word.
 _PLAIN_INPUT = frozenset(
     """answer_too_long body_too_large context_exceeded context_too_long empty_prompt empty_token fault_not_possible
-    format_not_built fp16_unavailable jwt_not_installed malformed_request max_tokens_over_context
+    format_not_built fp16_unavailable jwt_not_installed malformed_request max_tokens_over_context ranks_not_built
     method_not_allowed model_differs model_not_installed no_content no_matplotlib no_messages no_model no_prompt
     no_ray_cluster no_secret no_service_account no_shared_registry no_such_file no_ticket nothing_named
     order_not_built other_engine other_layout other_protocol page_out_of_range peer_refused prefill_not_named

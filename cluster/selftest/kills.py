@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
@@ -24,8 +25,11 @@ from cluster.launch.spec import WorkerSpec
 from cluster.launch.up import Cluster
 from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject
 from cluster.selftest.rows import Observed, Row
+from decode.core import StartHandoff
+from decode.pull import PullHooks
 from genlock.v1 import operator_pb2, operator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvstore.checks import ALL_CHECKS, Checks
+from kvstore.receive import PageOrder
 from wire.options import open_channel
 
 POLL_S = 0.005
@@ -33,6 +37,7 @@ PHASE_TIMEOUT_S = 30.0
 SETTLE_TIMEOUT_S = 20.0
 CHUNK_TOKENS = 32
 LONG_PROMPT_TOKENS = 1024
+PULL_HOLD_S = 10.0
 
 
 def build_without(off: tuple[str, ...], spec: WorkerSpec) -> BuiltWorker:
@@ -40,10 +45,27 @@ def build_without(off: tuple[str, ...], spec: WorkerSpec) -> BuiltWorker:
     return BuiltWorker(spec, WorkerTuning(checks=ALL_CHECKS.without(*off)))
 
 
+def build_slow(spec: WorkerSpec) -> BuiltWorker:
+    """A worker whose pulls of long prompts begin only after a while: what is sent is not acknowledged."""
+
+    def hold(start: StartHandoff, _orders: tuple[PageOrder, ...]) -> None:
+        if len(start.ticket.token_ids) >= LONG_PROMPT_TOKENS:
+            time.sleep(PULL_HOLD_S)
+
+    return BuiltWorker(spec, WorkerTuning(pull=PullHooks(before_pull=hold)))
+
+
 class KillLab:
     """One prefill and two decode workers as Ray actors behind a real gateway."""
 
-    def __init__(self, subject: Subject, checks: Checks, flags: dict[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        checks: Checks,
+        flags: dict[str, object] | None = None,
+        build: Callable[[WorkerSpec], BuiltWorker] | None = None,
+    ) -> None:
+        """`build` makes the workers, in their processes; it must be picklable."""
         self.subject = subject
         off = tuple(name for name, on in vars(checks).items() if not on)
         config = load(
@@ -69,7 +91,7 @@ class KillLab:
             return served
 
         seams = Seams(stream_checks=StreamChecks(checks.stream_end, checks.stream_end))
-        launcher = RayLauncher(functools.partial(build_without, off))
+        launcher = RayLauncher(build or functools.partial(build_without, off))
         self._cluster = Cluster(config, launcher, load_served, seams=seams)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.client: Client

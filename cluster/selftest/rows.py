@@ -16,7 +16,9 @@ from cluster.selftest.injector import Message
 from cluster.selftest.lab import PAGE_TOKENS, PROMPT_TOKENS, THIEF, Lab, Reply
 from decode.core import StartHandoff
 from kvstore.ids import PageRef
+from kvstore.keys import token_pages
 from kvstore.layout import HEADER_BYTES, HeadOrder, PageLayout, layout_from_canonical
+from kvstore.prefix_index import Content
 from kvstore.step import StepArrays, StepPlan
 from kvstore.tables import U8
 from kvstore.transfer.faults import BitFlip, Ending, TransferFaults
@@ -383,8 +385,11 @@ async def poisoned_index(lab: Lab) -> Observed:
         core = engine.core
         wrong = core._keyer.chain("default", foreign, PAGE_TOKENS)
         own = core._keyer.chain("default", victim, PAGE_TOKENS)
-        for mine, theirs in zip(own[:3], wrong[:3], strict=True):
-            core.index._pages[mine] = core.index._pages[theirs]
+        content: Content | None = None
+        for mine, theirs, tokens in zip(own[:3], wrong[:3], token_pages(victim, PAGE_TOKENS)[:3], strict=True):
+            # Key, tenant and tokens are the victim's, as a lookup wants them; the page is not.
+            content = Content("default", tokens, content)
+            core.index.insert(mine, core.index._pages[theirs].ref, content)
 
     await engine.loop.call(poison)
     return Observed(await lab.ask_victim())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from cluster.selftest.kills import kill_trial
 from cluster.selftest.lab import PROMPT_TOKENS, Answer, Lab, Reply, Subject
@@ -16,7 +16,8 @@ TRIAL_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class RowResult:
-    """One printed row. `control_wrong`: without the row's checks the fault reaches the answer."""
+    """One printed row. `control_wrong`: without the row's checks the fault reaches the answer. `failures`:
+    requests that decode counted as failed while the row ran with every check, by cause; not known where a row kills."""
 
     number: str
     name: str
@@ -29,6 +30,7 @@ class RowResult:
     checks_off: tuple[str, ...]
     control_wrong: bool
     detail: str = ""
+    failures: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -40,6 +42,7 @@ class Trial:
     seen: Observed
     neighbour_ok: bool
     pages_back: bool
+    failures: dict[str, int] = field(default_factory=dict)
 
 
 async def run_trial(row: Row, subject: Subject, checks: Checks) -> Trial:
@@ -57,7 +60,9 @@ async def run_trial(row: Row, subject: Subject, checks: Checks) -> Trial:
             await running.wait()
             seen = await row.run(lab)
             reply = await neighbour
-            return Trial(seen, subject.right(prompt, reply), await lab.settled())
+            right, back = subject.right(prompt, reply), await lab.settled()
+            failures = {cause: n for cause, n in lab.decode.engine.facts().outcomes.items() if cause != "ok"}
+            return Trial(seen, right, back, failures)
         finally:
             await lab.stop()
 
@@ -83,6 +88,7 @@ async def run_row(row: Row, subject: Subject) -> RowResult:
         checks_off=row.off,
         control_wrong=(wrong := is_wrong(subject, row, control.seen)),
         detail="" if wrong else f"control ended with {control.seen.reply.error!r}",
+        failures=real.failures,
     )
 
 

@@ -92,6 +92,21 @@ async def test_a_prefill_that_is_not_there_is_unavailable(lab, stubs, endpoint):
     await require_served(lab)
 
 
+async def test_control_whom_a_worker_is_told_to_call_is_called(lab, stubs):
+    """Decode calls whatever the router names. So a field of a client that reached this message would make a connection,
+    and that none is made (test_gateway_refusals.py, test_openai_door.py) is the doors' doing."""
+    knocks: list[asyncio.StreamWriter] = []
+    listener = await asyncio.start_server(lambda reader, writer: knocks.append(writer), "127.0.0.1", 0)
+    decode, _ = stubs
+    call = decode.submit(request(lab, f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"))
+    await lab.until(lambda: knocks, "decode calls it")
+    call.cancel()
+    for writer in knocks:
+        writer.close()
+    listener.close()
+    await require_served(lab)
+
+
 async def test_a_prefill_behind_another_name_is_another_life_and_is_refused(lab, stubs):
     """Two names for one incarnation: the router's mistake is typed."""
     decode, _ = stubs

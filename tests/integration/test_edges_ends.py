@@ -15,11 +15,12 @@ from cluster.selftest.lab import PAGE_TOKENS, Subject, load_subject
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, StalePage, Unavailable
 from prefill.core import HandoffFailed
-from tests.support.edge_lab import Neighbour, cluster, require_served
+from tests.support.edge_lab import EdgeLab, Neighbour, cluster, require_served
 from wire.options import open_channel
 
 PROMPT_TOKENS = 10 * PAGE_TOKENS
 ANSWER_TOKENS = 1500  # long enough to be there when the end comes
+BACK_S = 2.0  # the design's promise to whoever leaves: by then nothing of it is left on either side
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,9 @@ async def lab(subject: Subject):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("phase", ["queued", "waiting for prefill", "prefilling", "pulling", "decoding"])
+@pytest.mark.parametrize(
+    "phase", ["queued", "waiting for prefill", "prefilling", "prefilled and not told", "pulling", "decoding"]
+)
 async def test_a_caller_that_leaves_costs_nothing(subject, phase, stream):
     queued = phase == "queued"
     async with cluster(subject, cache__decode_pages=256, workers__max_running=1 if queued else 8,
@@ -58,6 +61,8 @@ async def test_a_caller_that_leaves_costs_nothing(subject, phase, stream):
             lab.hooks.before_prefill_plan = lambda: len(turns) < 3 and not turns.append(1)
         elif phase == "pulling":
             lab.hooks.each_pull = hold_pull
+        elif phase == "prefilled and not told":
+            lab.hooks.each_event = lambda start, message: [] if start.ticket.token_ids == victim else [message]
         blocker = None
         if queued:
             blocker = lab.call(lab.subject.prompt("blocker", 70), max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -69,22 +74,39 @@ async def test_a_caller_that_leaves_costs_nothing(subject, phase, stream):
             "queued": (lambda: decode.facts().waiting == 1, "it waits at decode"),
             "waiting for prefill": (lambda: prefill.facts().waiting == 1, "it waits at prefill"),
             "prefilling": (lambda: prefill.facts().running == 1 and prefill.facts().steps >= 2, "it computes"),
+            "prefilled and not told": (lambda: is_done(lab, victim), "it is computed"),
             "pulling": (held.is_set, "it pulls"),
             "decoding": (lambda: len(lab.decode_pages(victim)[1]) > 12, "it answers"),
         }[phase])  # fmt: skip
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        await lab.until(lambda: lab.decode_request_no(victim) is None, "decode has forgotten it")
-        await lab.until(lambda: not len(lab.prefill_engine.core.leases), "prefill has forgotten it")
+        async with asyncio.timeout(BACK_S):
+            await lab.until(lambda: lab.decode_request_no(victim) is None, "decode has forgotten it")
+            await lab.until(lambda: not len(lab.prefill_engine.core.leases), "prefill has forgotten it")
+            await lab.until(lambda: are_back(lab, alone=not queued), "every page is back, or in the prefix cache")
         assert prefill.facts().running + prefill.facts().waiting == 0
-        lab.hooks.before_prefill_plan = None
+        computed = prefill.facts().tokens
+        lab.hooks.before_prefill_plan = lab.hooks.each_event = None
         let_go.set()
         if blocker is not None:
             blocker.cancel()
         await lab.require_quiet()
+        assert prefill.facts().tokens == computed, "prefill computed nothing more"
         await require_served(lab)
         assert decode.facts().outcomes["cancelled"] == (2 if queued else 1)
+
+
+def is_done(lab: EdgeLab, prompt: tuple[int, ...]) -> bool:
+    promised = list(lab.prefill_engine.core._promised.values())
+    return any(seq.ticket.token_ids == prompt and seq.completed for seq in promised)
+
+
+def are_back(lab: EdgeLab, *, alone: bool) -> bool:
+    """Both pools are at their baseline; with another request at decode, prefill's is."""
+    prefill, decode = lab.prefill.guard, lab.decode.guard
+    spared = lab.prefill_engine.core.cached_pages
+    return prefill.free_pages + spared == prefill.slots and (not alone or decode.free_pages == decode.slots)
 
 
 @pytest.mark.parametrize("delay_ms", range(0, 40, 4))

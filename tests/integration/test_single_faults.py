@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
 
+from cluster.launch.build import BuiltWorker, WorkerTuning
+from cluster.launch.spec import WorkerSpec
+from cluster.roles import Role
 from cluster.selftest.injector import Injector
 from cluster.selftest.lab import PAGE_TOKENS, Lab, Subject, load_subject
 from cluster.selftest.rows import bit_flip, lease_expired
-from kvstore.errors import CorruptPage
+from kvstore.errors import CorruptPage, InvalidInput, LayoutMismatch
 from kvstore.layout import HEADER_BYTES
 from kvstore.transfer.faults import BitFlip, TransferFaults
-from tests.support.edge_lab import EdgeLab, Hooks, cluster, require_served
+from tests.support.edge_lab import EdgeLab, Hooks, Neighbour, cluster, require_served
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +148,15 @@ async def test_totals_are_exact_by_cause(subject):
         assert lab.decode.guard.counters["receipt_digest/digest_mismatch"] == 2
 
 
-MATRIX = [(p, d) for p in (8, 16, 32) for d in (8, 16, 32)]
+SIDES = list(itertools.product((8, 16, 32), (64, 100)))
 
 
-@pytest.mark.parametrize(("prefill_tokens", "decode_tokens"), MATRIX)
-async def test_page_sizes_and_pool_sizes_of_both_ends(subject, prefill_tokens, decode_tokens):
+@pytest.mark.parametrize(("prefill_side", "decode_side"), list(itertools.product(SIDES, SIDES)))
+async def test_page_sizes_and_pool_sizes_of_both_ends(subject, prefill_side, decode_side):
     """Pools may differ in size; pages may not. What differs is refused before any page is taken."""
-    pools = (64, 100) if prefill_tokens <= decode_tokens else (100, 64)
-    lab = Lab(subject, flags={"cache.page_tokens": decode_tokens, "cache.decode_pages": pools[1]},
-              prefill_flags={"cache.page_tokens": prefill_tokens, "cache.prefill_pages": pools[0]})  # fmt: skip
+    (prefill_tokens, prefill_pages), (decode_tokens, decode_pages) = prefill_side, decode_side
+    lab = Lab(subject, flags={"cache.page_tokens": decode_tokens, "cache.decode_pages": decode_pages},
+              prefill_flags={"cache.page_tokens": prefill_tokens, "cache.prefill_pages": prefill_pages})  # fmt: skip
     try:
         await lab.start()
         prompt = subject.prompt("matrix", 70)
@@ -169,6 +173,43 @@ async def test_page_sizes_and_pool_sizes_of_both_ends(subject, prefill_tokens, d
         assert await lab.settled()
     finally:
         await lab.stop()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_a_peer_that_is_one_of_several_ranks_is_refused_and_nobody_is_hurt(subject, ranks):
+    """A worker is one rank. A prefill worker that says otherwise serves nobody, and the request says which field."""
+    async with cluster(subject) as lab:
+        victim = lab.subject.prompt("victim", 70)
+
+        def told(start, message):
+            if start.ticket.token_ids == victim and message.WhichOneof("event") == "accepted":
+                one = lab.decode.guard.layout
+                message.accepted.pool.layout = replace(one, tp_size=ranks, tp_rank=ranks - 1).canonical()
+            return [message]
+
+        lives = [worker.guard.incarnation for worker in (lab.prefill, lab.decode)]
+        async with Neighbour(lab):
+            lab.hooks.each_event = told
+            seen = await lab.see(victim, max_tokens=4)
+            assert isinstance(seen.error, LayoutMismatch)
+            assert (seen.error.field, seen.tokens()) == ("layout.tp_rank", [])
+            lab.hooks.each_event = None
+        assert [worker.guard.incarnation for worker in (lab.prefill, lab.decode)] == lives
+        await require_served(lab)
+
+
+async def test_a_worker_whose_model_is_one_of_several_ranks_does_not_start(subject):
+    class OneOfTwo:
+        info = subject.model.info
+
+        def layout(self, page_tokens, kv_format):
+            return replace(subject.model.layout(page_tokens, kv_format), tp_size=2)
+
+    worker = BuiltWorker(WorkerSpec(Role.PREFILL, "prefill-0", Lab(subject).config), WorkerTuning(model=OneOfTwo()))
+    with pytest.raises(InvalidInput) as caught:
+        await worker.start()
+    assert (caught.value.reason, caught.value.field) == ("ranks_not_built", "layout.tp_size")
+    await worker.stop(0)
 
 
 async def test_a_worker_whose_steps_stand_still_is_not_ready_until_they_go_on(subject):

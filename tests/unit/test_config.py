@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields
 
 import pytest
 
@@ -131,3 +132,14 @@ def test_a_secret_is_drawn_once_and_kept_when_given():
     assert drawn.cluster.secret == "07" * 32
     assert with_secret(drawn, lambda count: b"\x08" * count) == drawn
     assert pickle.loads(pickle.dumps(drawn)) == drawn
+
+
+@pytest.mark.parametrize("key", ["workers.speculative_tokens", "model.draft", "speculation.enabled"])
+def test_no_setting_turns_drafts_on(key: str):
+    """Neither at prefill nor at decode: a page's rows are the tokens' own, and there is nothing to differ in."""
+    error = refused(flags={key: 4})
+    assert (error.reason, error.field) == ("unknown_setting", key)
+    [group, name] = key.split(".")
+    assert refused(environ={f"GENLOCK_{group}_{name}".upper(): "4"}).reason == "unknown_setting"
+    names = {f.name for part in fields(Config) for f in fields(getattr(Config(), part.name))}
+    assert not [n for n in names if "draft" in n or "specul" in n]

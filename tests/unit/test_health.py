@@ -27,6 +27,8 @@ PASSED, FAILED = worker_pb2.PeerProof(worker_id="p", passed=True), worker_pb2.Pe
         ({"untried_peers": 1}, True, True),
         ({"proves_peers": True, "peers": [FAILED]}, False, True),
         ({"proves_peers": True, "peers": [FAILED, PASSED]}, True, True),
+        ({"pool": {"pages": 10, "quarantined": 5}}, True, True),
+        ({"pool": {"pages": 10, "quarantined": 6, "free": 4}}, False, True),
         # Load alone is no illness.
         ({"running_requests": 4096, "waiting_requests": 65_536, "leases": 256, "step_age_ms": 99}, True, True),
     ],

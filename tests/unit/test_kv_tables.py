@@ -8,7 +8,7 @@ from kvstore import registry
 from kvstore.errors import GenlockError, InvalidInput, LifecycleError, NoCapacity, NotFound, StalePage
 from kvstore.ids import PageRef, Tag
 from kvstore.leases import LeaseTable
-from kvstore.prefix_index import PrefixIndex
+from kvstore.prefix_index import Content, PrefixIndex
 from kvstore.registry import IncarnationRegistry
 
 
@@ -97,8 +97,29 @@ class Index:
         self.index = PrefixIndex(max_entries, lambda r: r not in self.dead)
 
     def fill(self, *names: str) -> None:
+        before: Content | None = None
         for i, name in enumerate(names):
-            assert self.index.insert(name.encode(), ref(i))
+            before = content(name, before)
+            assert self.index.insert(name.encode(), ref(i), before)
+
+    def insert(self, name: str, page: PageRef, *before: str) -> bool:
+        return self.index.insert(name.encode(), page, chain(*before, name))
+
+    def match(self, *names: str, tenant: str = "t") -> tuple[PageRef, ...]:
+        """Of a prompt whose pages hold these tokens and have keys of the same names."""
+        return self.index.match(keys(*names), tenant, keys(*names))
+
+
+def content(name: str, before: Content | None = None) -> Content:
+    return Content("t", name.encode(), before)
+
+
+def chain(*names: str) -> Content:
+    before: Content | None = None
+    for name in names:
+        before = content(name, before)
+    assert before is not None
+    return before
 
 
 def keys(*names: str) -> list[bytes]:
@@ -108,67 +129,99 @@ def keys(*names: str) -> list[bytes]:
 def test_the_longest_cached_prefix_is_found() -> None:
     world = Index()
     world.fill("a", "b", "d")
-    assert world.index.match(keys("a", "b", "c", "d")) == (ref(0), ref(1))
-    assert world.index.match(keys("c", "d")) == ()
-    assert world.index.match(()) == ()
+    assert world.match("a", "b", "c", "d") == (ref(0), ref(1))
+    assert world.match("c", "d") == ()
+    assert world.match() == ()
 
 
 def test_a_stale_entry_is_a_miss_and_leaves() -> None:
     world = Index()
     world.fill("a", "b", "c")
     world.dead.add(ref(1))
-    assert world.index.match(keys("a", "b", "c")) == (ref(0),)
+    assert world.match("a", "b", "c") == (ref(0),)
     assert len(world.index) == 2
-    assert world.index.insert(b"b", ref(7))
-    assert world.index.match(keys("a", "b", "c")) == (ref(0), ref(7), ref(2))
+    assert world.insert("b", ref(7), "a")
+    assert world.match("a", "b", "c") == (ref(0), ref(7), ref(2))
 
 
 def test_a_live_page_is_not_replaced_a_stale_one_is() -> None:
     world = Index()
     world.fill("a")
     assert not world.index.wants(b"a")
-    assert not world.index.insert(b"a", ref(5))
-    assert world.index.match(keys("a")) == (ref(0),)
+    assert not world.insert("a", ref(5))
+    assert world.match("a") == (ref(0),)
     world.dead.add(ref(0))
     assert world.index.wants(b"a")
-    assert world.index.insert(b"a", ref(5))
-    assert world.index.match(keys("a")) == (ref(5),)
+    assert world.insert("a", ref(5))
+    assert world.match("a") == (ref(5),)
 
 
 def test_the_same_slot_in_another_life_is_another_page() -> None:
     world = Index()
     world.fill("a")
     world.dead.add(ref(0, 3))
-    assert world.index.insert(b"b", ref(0, 5))
-    assert world.index.match(keys("a")) == ()
-    assert world.index.match(keys("b")) == (ref(0, 5),)
+    assert world.insert("b", ref(0, 5))
+    assert world.match("a") == ()
+    assert world.match("b") == (ref(0, 5),)
 
 
 def test_a_full_index_takes_nothing_until_something_leaves_or_is_stale() -> None:
     world = Index(2)
     world.fill("a", "b")
     assert not world.index.wants(b"c")
-    assert not world.index.insert(b"c", ref(2))
+    assert not world.insert("c", ref(2))
     assert len(world.index) == 2
     world.dead.add(ref(0))
-    assert world.index.insert(b"c", ref(2)), "a stale entry does not keep a live one out"
-    assert world.index.match(keys("c")) == (ref(2),)
+    assert world.insert("c", ref(2)), "a stale entry does not keep a live one out"
+    assert world.match("c") == (ref(2),)
     world.index.remove(b"b", ref(7))
-    assert world.index.match(keys("b")) == (ref(1),), "another page of that key is not this one"
+    assert world.index.content_of(b"b") is not None, "another page of that key is not this one"
     world.index.remove(b"b", ref(1))
     world.index.remove(b"b", ref(1))
-    assert world.index.insert(b"d", ref(3))
-    assert not PrefixIndex(0, lambda r: True).insert(b"a", ref(0))
+    assert world.index.content_of(b"b") is None
+    assert world.insert("d", ref(3))
+    assert not PrefixIndex(0, lambda r: True).insert(b"a", ref(0), content("a"))
 
 
 def test_what_was_used_is_evicted_last_and_a_prefix_after_what_follows_it() -> None:
     world = Index()
     world.fill("a", "b", "x")
-    world.index.match(keys("a", "b"))
+    world.match("a", "b")
     assert [k for k, _ in world.index.oldest()] == keys("x", "b", "a")
     for key, page in world.index.oldest():
         world.index.remove(key, page)  # while the iterator lives
     assert len(world.index) == 0
+
+
+def test_a_key_whose_page_holds_something_else_is_a_miss() -> None:
+    """Whatever differs: the page's own tokens, a page before it, how many are before it, or the tenant."""
+    world = Index()
+    world.fill("a", "b")
+    assert world.index.match(keys("a", "b"), "t", keys("a", "b")) == (ref(0), ref(1))
+    assert world.index.match(keys("a", "b"), "t", keys("x", "b")) == ()
+    assert world.index.match(keys("a", "b"), "t", keys("a", "x")) == (ref(0),)
+    assert world.index.match(keys("b"), "t", keys("b")) == (), "the same tokens at another place"
+    assert world.match("a", "b", tenant="u") == ()
+    assert len(world.index) == 2, "the entries are their own prompt's still"
+    other = Index()
+    other.fill("x", "b")
+    other.insert("a", ref(5))
+    assert other.match("a", "b") == (ref(5),), "the same page after another one"
+
+
+def test_equal_contents_are_the_same_whoever_made_them() -> None:
+    """A page whose predecessor was evicted and computed again is still a hit."""
+    world = Index()
+    world.fill("a", "b", "c")
+    world.index.remove(b"a", ref(0))
+    assert world.insert("a", ref(8))
+    assert world.match("a", "b", "c") == (ref(8), ref(1), ref(2))
+
+
+def test_a_long_chain_of_contents_comes_and_goes() -> None:
+    names = [str(i) for i in range(50_000)]
+    assert chain(*names).is_same(chain(*names))
+    assert not chain(*names).is_same(chain("other", *names[1:]))
 
 
 # --- registry -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.openai import requests
 from cluster.openai.fields import Fields, parse_object
 from cluster.openai.requests import Kind, api_field, in_api_words, read_ask
 from genlock.v1 import inference_pb2 as pb
@@ -183,6 +184,9 @@ def test_wrong_types_are_refused_by_name(fields: dict, field: str):
         {"best_of": 3},
         {"cache_salt": "x"},
         {"echo": True},
+        {"speculative_config": {"num_speculative_tokens": 4}},
+        {"num_speculative_tokens": 4},
+        {"draft_model": "smaller"},
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(fields: dict):
@@ -195,6 +199,15 @@ def test_what_looks_like_a_transfer_is_refused_by_name(name: str):
     for value in ({"remote_host": "10.0.0.1"}, "10.0.0.1:1", [], 0, False):
         error = refused(chat, **{name: value})
         assert (error.reason, error.field) == ("transfer_field", name)
+
+
+def test_control_without_their_lists_such_fields_would_be_passed_over_in_silence(monkeypatch):
+    """Which is what happens to a field that nobody knows: the lists are what refuses."""
+    monkeypatch.setattr(requests, "TRANSFER", frozenset())
+    monkeypatch.setattr(requests, "UNSUPPORTED", {})
+    plain = chat().request
+    for name in ("kv_transfer_params", "peer", "prefill_endpoint", "num_speculative_tokens", "draft_model"):
+        assert chat(**{name: "10.0.0.1:1"}).request == plain, "even then nothing of it goes on"
 
 
 @pytest.mark.parametrize("prompt", [None, 3, {"a": 1}, ["a", "b"], [[1], [2]], [1, "a"], [-1], [True], [1 << 31]])

@@ -9,13 +9,14 @@ import pytest
 from kvstore.errors import (
     InvalidInput,
     NoCapacity,
+    PageFault,
     PagePinned,
 )
 from kvstore.lifecycle import CACHE_OWNER
-from prefill.core import PrefillLimits
-from tests.support.core_world import PrefillSide, computed
+from prefill.core import PrefillCore, PrefillLimits
+from tests.support.core_world import PrefillSide, Token, computed
 from tests.support.kv_world import T, body, fill, slot_bytes_of
-from tests.support.prefill_prompts import prompt, require_right
+from tests.support.prefill_prompts import first_of, prompt, require_right
 
 # --- submission and admission ---------------------------------------------------------------------------------------
 
@@ -228,6 +229,28 @@ def test_a_page_whose_header_rotted_in_the_cache_is_a_miss():
     seq = side.prefill(prompt(1, 3 * T), release=False)
     assert seq.cached_tokens == 0
     require_right(side, seq)
+
+
+@pytest.mark.parametrize("rot", ["bytes", "header"])
+def test_control_without_the_look_a_rotten_page_would_be_promised(monkeypatch, rot):
+    """To the next prompt, as if it held what was sealed; only decode's receipt would be left to notice."""
+    monkeypatch.setattr(PrefillCore, "_holds_what_was_sealed", lambda self, ref: True)
+    side = PrefillSide()
+    ids = prompt(1, 3 * T)
+    first = side.prefill(ids)
+    rotten = first.pages.refs[1]
+    if rot == "bytes":
+        fill(side.guard, rotten, [99.0])
+    else:
+        side.guard._pool.slots_SU8[rotten.page_id, 40] ^= 1
+    seq = side.prefill(ids, release=False)
+    assert seq.cached_tokens == 2 * T
+    promised = side.sealed[seq.request_no][1]
+    assert promised.ref == rotten
+    with pytest.raises((AssertionError, PageFault)):
+        assert side.guard.describe(rotten, 1) == promised
+    if rot == "bytes":
+        assert side.done[seq.request_no].first != Token(first_of(ids)), "and prefill's own token is wrong"
 
 
 def test_an_entry_whose_page_has_moved_on_is_a_miss_and_never_data():
