@@ -160,3 +160,18 @@ async def test_a_run_that_is_cut_short_leaves_nothing_broken(kind: Fault) -> Non
 
 def test_whatever_holds_a_worker_is_healed() -> None:
     assert OF_WORKERS - HEALED.keys() == {Fault.KILL, Fault.SMALL_POOL}, "the arena heals these"
+
+
+async def test_faults_of_the_registry_take_turns() -> None:
+    """A flush in the middle of a kill found no server, and the run failed for it."""
+    everything = Everything()
+    saboteur = saboteur_of(everything)
+    kill = PlannedFault(0, Fault.REGISTRY_KILL, "", 20)
+    await asyncio.gather(
+        *(saboteur.carry_out(fault) for fault in (kill, PlannedFault(5, Fault.REGISTRY_FLUSH, "", 0), kill))
+    )
+    assert saboteur.errors == []
+    killed, started, flushed = ("kill registry",), ("start registry",), ("flush registry",)
+    assert sorted(everything.done) == sorted([killed, started, killed, started, flushed])
+    assert everything.done[0] == killed
+    assert everything.done[1] == started, "nothing comes between a kill and the server's return"
