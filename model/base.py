@@ -64,6 +64,11 @@ class Tokenizer(Protocol):
         """Ids that no text becomes."""
         ...
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        ...
+
     def encode(self, text: str, *, add_special: bool = False, allow_special: bool = False) -> list[int]:
         """Text to ids. `add_special` adds what the model wants around a prompt (a bos token).
 

@@ -80,6 +80,14 @@ class ByteLevelTokenizer:
             return ids + self._encode_split(text, self._controls)
         return ids + self._encode_plain(text)
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model; one that cannot be compiled shows nothing."""
+        try:
+            return self.template.takes_tools
+        except InvalidInput:
+            return False
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -41,6 +41,13 @@ def export_default_model(folder: Path) -> None:
     _write_tokenizer(folder, file.fields)
 
 
+def export_tokenizer(folder: Path) -> None:
+    """The tokenizer alone, for load generators that count tokens themselves. Raises InvalidInput: the model is not
+    installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder, open_gguf(default_model_path()).fields)
+
+
 def _write_tokenizer(folder: Path, fields: Mapping[str, object]) -> None:
     ours = tokenizer_from_gguf(fields)
     tokens, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]

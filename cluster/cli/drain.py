@@ -44,7 +44,7 @@ Examples:
 def cordon(
     names: tuple[str, ...], endpoint: str | None, token: str | None, timeout_s: float, output: str, **change: Any
 ) -> int:
-    """Sends no new requests to workers, or to all workers of nodes. What runs there goes on."""
+    """Sends no new requests to workers, or to all workers of nodes, and places none on these. What runs goes on."""
     return _cordon("Cordon", names, endpoint, token, timeout_s, output, change)
 
 
@@ -59,7 +59,7 @@ Examples:
 def uncordon(
     names: tuple[str, ...], endpoint: str | None, token: str | None, timeout_s: float, output: str, **change: Any
 ) -> int:
-    """Sends requests to them again, and places workers on nodes that were drained."""
+    """Sends requests to them again, and places workers on nodes again that were cordoned or drained."""
     return _cordon("Uncordon", names, endpoint, token, timeout_s, output, change)
 
 

@@ -60,12 +60,13 @@ def request_tables(answer: pb.ListRequestsResponse, wide: bool) -> list[Table]:
 
 
 def node_tables(answer: pb.ListNodesResponse, _wide: bool) -> list[Table]:
-    columns = ("node", "alive", "drained", "cpus", "free", "gpus", "free", "workers")
+    columns = ("node", "alive", "drained", "cordoned", "cpus", "free", "gpus", "free", "workers")
     rows = [
         (
             node.node,
             node.alive,
             node.drained,
+            node.cordoned,
             node.cpus,
             node.cpus_free,
             node.gpus,

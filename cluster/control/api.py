@@ -75,8 +75,9 @@ class NodeRow:
     gpus_free: float
     workers: tuple[str, ...]
     node_id: str = ""
-    # No worker is placed there until it leaves or is uncordoned.
+    # Either way no worker is placed there until it leaves or is uncordoned.
     drained: bool = False
+    cordoned: bool = False
 
 
 class FleetControl(Protocol):

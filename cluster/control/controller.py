@@ -167,8 +167,8 @@ class Controller:
 
     @property
     def closed(self) -> frozenset[str]:
-        """Ids of the nodes that were drained."""
-        return frozenset(self.state.desired.closed.values())
+        """Ids of the nodes that were drained or cordoned."""
+        return self.state.desired.avoided
 
     @property
     def room_error(self) -> str:

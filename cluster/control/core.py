@@ -117,7 +117,7 @@ class _Turn:
         self.policy = state.policy
         self.now_ms = now_ms
         self.lives = state.lives
-        self.closed = frozenset(state.desired.closed.values()) - {""}
+        self.closed = state.desired.avoided
         self.rows: dict[str, Row] = dict(state.rows)
         self.actions: list[Action] = []
 
@@ -163,9 +163,10 @@ class _Turn:
 
     def _started(self, row: Row, seen: Started) -> None:
         row = replace(row, endpoint=seen.endpoint, node=seen.node, node_id=seen.node_id)
-        # Its node was drained while it came up there.
+        # Its node was closed while it came up there.
         late = row.step is Step.NONE and row.node_id in self.closed
-        self.rows[row.worker_id] = replace(row, asked=row.asked or f"node {row.node} is drained") if late else row
+        how = "drained" if row.node_id in self.state.desired.closed.values() else "cordoned"
+        self.rows[row.worker_id] = replace(row, asked=row.asked or f"node {row.node} is {how}") if late else row
 
     def _told(self, row: Row, seen: Told) -> None:
         if row.incarnation and seen.incarnation != row.incarnation:

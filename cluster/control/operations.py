@@ -74,8 +74,12 @@ class Operations(FleetControl):
         return await self._decisions.last(limit)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        closed = self._controller.closed
-        return tuple(replace(row, drained=row.node_id in closed) for row in await self._controller.hands.nodes())
+        desired = self._controller.state.desired
+        drained, cordoned = set(desired.closed.values()), set(desired.cordoned_nodes.values())
+        return tuple(
+            replace(row, drained=row.node_id in drained, cordoned=row.node_id in cordoned)
+            for row in await self._controller.hands.nodes()
+        )
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         return await self._controller.registry.events(after, limit)
@@ -112,19 +116,10 @@ class Operations(FleetControl):
         async with self._lock:
             if await self._repeated(change):
                 return self._view(repeated=True)
-            names = {row.worker_id for row in await self._chosen(workers, nodes)}
+            rows = await self._chosen(workers, nodes)
             if not change.dry_run:
-
-                def wanted(before: Desired) -> Desired:
-                    return replace(
-                        before,
-                        cordoned=before.cordoned | names if on else before.cordoned - names,
-                        closed=before.closed if on else opened(before.closed, nodes),
-                    )
-
-                await self._controller.change(wanted, change)
-                for worker_id in sorted(names):
-                    self._controller.record("cordon" if on else "uncordon", worker_id, "by an operator", change)
+                ids = await self._node_ids(rows, nodes) if on else {}
+                await self._cordon(rows, workers, nodes, ids, on, change)
                 await self._remember(change)
             return self._view()
 
@@ -147,9 +142,7 @@ class Operations(FleetControl):
             if not force:
                 self._require_others(rows)
             if not change.dry_run:
-                ids = {
-                    row.node: row.node_id for row in sorted(rows, key=lambda r: r.alive) if row.node in nodes
-                } | await self._empty(nodes)
+                ids = await self._node_ids(rows, nodes)
                 await self._drain(rows, ids, change, deadline_ms, leaving=not replace)
                 await self._remember(change)
             return self._view()
@@ -223,6 +216,47 @@ class Operations(FleetControl):
             raise Refused("no_autoscaler", "this controller has no autoscaler", field="policy")
         return text
 
+    async def _cordon(
+        self, rows: Sequence[Row], workers: Sequence[str], nodes: Sequence[str], ids: Mapping[str, str], on: bool,
+        change: Change,
+    ) -> None:  # fmt: skip
+        """A worker that is named is cordoned by its name; those of a node by their lives there, and the node is closed.
+        Where the node has no id, nothing keeps what follows them away from it: those are cordoned by name as well."""
+        chosen = {row.worker_id for row in rows}
+        names = {*workers, *(row.worker_id for row in rows if not row.node_id)}
+        lives = {row.worker_id: row.incarnation for row in rows if row.worker_id not in names and row.incarnation}
+
+        def wanted(before: Desired) -> Desired:
+            if on:
+                return replace(
+                    before, cordoned=before.cordoned | names,
+                    cordoned_lives=MappingProxyType({**before.cordoned_lives, **lives}),
+                    cordoned_nodes=closed_with(before.cordoned_nodes, ids),
+                )  # fmt: skip
+            kept = {name: life for name, life in before.cordoned_lives.items() if name not in chosen}
+            return replace(
+                before, cordoned=before.cordoned - chosen, cordoned_lives=MappingProxyType(kept),
+                closed=opened(before.closed, nodes), cordoned_nodes=opened(before.cordoned_nodes, nodes),
+            )  # fmt: skip
+
+        shut = self._controller.state.desired
+        await self._controller.change(wanted, change)
+        kind = "cordon" if on else "uncordon"
+        for worker_id in sorted(chosen):
+            self._controller.record(kind, worker_id, "by an operator", change)
+        for node in (name for name, node_id in ids.items() if node_id):
+            self._controller.record(kind, "fleet", f"node {node} takes no worker until it is uncordoned", change)
+        for node in sorted({*nodes} & (shut.closed.keys() | shut.cordoned_nodes.keys()) if not on else ()):
+            self._controller.record(kind, "fleet", f"node {node} takes workers again", change)
+        for row in (row for row in rows if on and row.node_id in ids.values() and row.alive and not row.incarnation):
+            # It came up there a moment ago and has served nobody: it is to serve elsewhere.
+            self._controller.hear(DrainAsked(row.worker_id, False, f"node {row.node} is cordoned", 0))
+
+    async def _node_ids(self, rows: Sequence[Row], nodes: Sequence[str]) -> dict[str, str]:
+        """Ids of the named nodes, where they are known; of a name with two lives that of the later."""
+        held = {row.node: row.node_id for row in sorted(rows, key=lambda row: row.alive) if row.node in nodes}
+        return held | await self._empty(nodes)
+
     async def _drain(
         self, rows: Sequence[Row], nodes: Mapping[str, str], change: Change, deadline_ms: int, *, leaving: bool
     ) -> None:
@@ -280,7 +314,8 @@ class Operations(FleetControl):
         empty = await self._empty(nodes)
         for node in nodes:
             there = [row for row in self._controller.state.rows.values() if row.node == node]
-            if not there and node not in empty.keys() | self._controller.state.desired.closed.keys():
+            shut = self._controller.state.desired
+            if not there and node not in empty.keys() | shut.closed.keys() | shut.cordoned_nodes.keys():
                 known = ", ".join(sorted({row.node for row in self._controller.state.rows.values() if row.node}))
                 raise NotFound(
                     "unknown_node", f"no node {node[:64]!r}; those with workers: {known or 'none'}", field="nodes"
@@ -295,7 +330,8 @@ class Operations(FleetControl):
         for role in {row.role for row in going if row.phase is Phase.READY}:
             left = [
                 row for row in state.of(role)
-                if row.phase is Phase.READY and not row.leaving and row.worker_id not in names | state.desired.cordoned
+                if row.phase is Phase.READY and not row.leaving and row.worker_id not in names
+                and not state.desired.is_cordoned(row.worker_id, row.incarnation)
             ]  # fmt: skip
             if not left:
                 raise Refused(
@@ -346,7 +382,7 @@ class Operations(FleetControl):
             phase=row.phase.value,
             reason=row.reason or (self._controller.room_error if row.alive and not row.endpoint else ""),
             phase_age_ms=max(0, int(now_ms) - row.since_ms),
-            cordoned=row.worker_id in self._controller.state.desired.cordoned,
+            cordoned=self._controller.state.desired.is_cordoned(row.worker_id, row.incarnation),
             endpoint=row.endpoint,
             incarnation=row.incarnation,
             node=row.node,

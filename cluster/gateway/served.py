@@ -25,6 +25,11 @@ class GatewayTokenizer(Protocol):
         """Ids of the rendered chat template. What users wrote never becomes a control token."""
         ...
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model."""
+        ...
+
     def bytes_of(self, token_id: int) -> bytes:
         """What one token adds to the text."""
         ...

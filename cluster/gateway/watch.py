@@ -28,6 +28,7 @@ class View:
     incarnations: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     revision: int = 0
     cordoned: frozenset[str] = frozenset()
+    cordoned_lives: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     # As of the same revision: a role of which no worker is wanted, and then until a request can be served again.
     asleep: bool = False
     # When the controller last gave a registry that had lost it all what is wanted, Unix milliseconds; 0: never.
@@ -58,18 +59,22 @@ def follow(fleet: Fleet, last: View, records: Sequence[WorkerRecord], desired: D
     for worker_id in [key for key, known in fleet.workers.items() if key not in registered and gone(known)]:
         fleet = fleet.removed(worker_id)
     if desired.revision >= last.revision:
-        last = replace(last, revision=desired.revision, cordoned=desired.cordoned, refilled_ms=desired.refilled_ms)
+        last = replace(
+            last, revision=desired.revision, cordoned=desired.cordoned, cordoned_lives=desired.cordoned_lives,
+            refilled_ms=desired.refilled_ms,
+        )  # fmt: skip
     # After a flush nothing is wanted for a moment: that is no sleep, and does not end one.
     zero = desired.revision > 0 and min(desired.prefill, desired.decode) == 0
     last = replace(last, asleep=zero or (last.asleep and not fleet.serving()))
-    own = frozenset(record.worker_id for record in records if record.cordoned)
-    fleet = replace(fleet, cordoned=last.cordoned | own)
     incarnations = {record.worker_id: record.incarnation for record in records}
     news = any(last.incarnations.get(key) != incarnation for key, incarnation in incarnations.items())
     after = {record.endpoint for record in fleet.workers.values()}
     # Lives are remembered through an empty answer, so that it is no news when they are back.
     remembered = {key: value for key, value in last.incarnations.items() if key in fleet.workers}
     view = replace(last, incarnations=MappingProxyType({**remembered, **incarnations}))
+    own = frozenset(record.worker_id for record in records if record.cordoned)
+    lives = view.cordoned_lives.items() & view.incarnations.items()
+    fleet = replace(fleet, cordoned=view.cordoned | own | {worker_id for worker_id, _life in lives})
     return Followed(fleet, view, tuple(sorted(before - after)), news)
 
 

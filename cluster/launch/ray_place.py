@@ -91,7 +91,7 @@ def no_place(
     wanted = _words(demand) + ("".join(f", {key}={value}" for key, value in sorted(labels.items())) if labels else "")
     have = "; ".join(
         f"{supply.node} has {_words({key: supply.total.get(key, 0.0) for key in demand})}"
-        + (" but was drained (`genlock uncordon` opens it)" if supply.node_id in avoid else "")
+        + (" but was drained or cordoned (`genlock uncordon` opens it)" if supply.node_id in avoid else "")
         for supply in nodes if supply.alive
     )  # fmt: skip
     spare = _words({key: free.get(key, 0.0) for key in demand})

@@ -29,7 +29,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def make_app(state: GatewayState, unix_s: Callable[[], float]) -> Starlette:
     """The ASGI application over one gateway's state. `unix_s`: wall clock, for `created` alone."""
     info, tokenizer = state.served.info, state.served.tokenizer
-    served = Served(info.name, f"fp_{info.revision[:12]}", tokenizer.bytes_of, tokenizer.stream)
+    served = Served(info.name, f"fp_{info.revision[:12]}", tokenizer.bytes_of, tokenizer.stream, tokenizer.shows_tools)
     path = RequestPath(state)
     models = Models(state, int(unix_s()))
     app = Starlette(

@@ -82,7 +82,7 @@ class HttpCall:
         except TimeoutError:
             raise DeadlineExceeded("body_timeout", f"the body took longer than {BODY_TIMEOUT_S:.0f} s") from None
         self._body_read.set()
-        self._ask = read_ask(self._kind, parse_object(body), self.label)
+        self._ask = read_ask(self._kind, parse_object(body), self.label, self._served.shows_tools)
         self._answer = Answer(self._ask, self._served, self._created_s)
         return self._ask.request
 

@@ -22,6 +22,14 @@ _TEXT: Schema = {"type": "string"}
 _TEXTS: Schema = {"type": "array", "items": _TEXT, "maxItems": MAX_STOPS}
 _OBJECT: Schema = {"type": "object"}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TOOL_CHOICE: Schema = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}},
+    },
+}
 _REF = "#/components/schemas/"
 
 # What is said of a field beyond its type: a sentence, and what else its schema has.
@@ -51,7 +59,9 @@ _SAID: Mapping[str, tuple[str, Schema]] = MappingProxyType(
         "stream": ("Server-sent events, then [DONE].", {}),
         "stream_options": ("With stream alone.", {"properties": {"include_usage": {"type": "boolean"}}}),
         "tools": ("Shown to the model where its chat template shows tools.", {"items": _OBJECT, "maxItems": MAX_TOOLS}),
-        "tool_choice": ("", {"enum": ["auto", "none", None]}),
+        "tool_choice": ("required, or the name of a function: the answer is a call.",
+                        {"anyOf": [{"enum": ["auto", "none", "required", None]}, {"$ref": _REF + "ToolChoice"}]}),
+        "parallel_tool_calls": ("Either way a call that is demanded is one.", {}),
         "priority": ("Who goes first where all workers are full.", {"enum": [*PRIORITIES, None]}),
     }
 )  # fmt: skip
@@ -126,6 +136,7 @@ def _components() -> dict[str, Schema]:
                 "tool_calls": {**_nullable("array"), "items": _OBJECT},
             },
         },
+        "ToolChoice": _TOOL_CHOICE,
         "ResponseFormat": {
             "type": ["object", "null"],
             "required": ["type"],

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cluster.openai.requests import Ask, Kind
+from cluster.openai.tool_calls import CallText, Piece
 from genlock.v1 import inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Served:
     fingerprint: str
     bytes_of: Callable[[int], bytes]
     new_text: Callable[[], TextStream]
+    # Whether the model's chat template shows tools.
+    shows_tools: bool = True
 
 
 def encode(value: object) -> bytes:
@@ -73,11 +76,16 @@ class Answer:
         self._whole: dict[int, dict[str, object]] = {}
         self._begun: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
+        self._calls: dict[int, CallText] = {}
 
     def add(self, message: pb.GenerateResponse) -> None:
         """One answer of a request that does not stream; `whole` puts them together."""
         choice = self._note(message)
-        if self._ask.kind is Kind.CHAT:
+        if self._ask.calls:
+            piece = CallText().push(message.text)
+            calls = [self._call(message.index, piece)] if piece.name else []
+            choice["message"] = {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
+        elif self._ask.kind is Kind.CHAT:
             choice["message"] = {"role": "assistant", "content": message.text, "refusal": None}
         else:
             choice["text"] = message.text
@@ -101,12 +109,27 @@ class Answer:
         silent = {"index": message.index, "logprobs": None, "finish_reason": None}
         if message.index not in self._begun:
             self._begun.add(message.index)
-            out.append(self._chunk({**silent, "delta": {"role": "assistant", "content": ""}}))
-        if something:
+            content = None if self._ask.calls else ""
+            out.append(self._chunk({**silent, "delta": {"role": "assistant", "content": content}}))
+        if self._ask.calls:
+            piece = self._calls.setdefault(message.index, CallText()).push(message.text)
+            if piece.name or piece.arguments:
+                out.append(self._chunk({**silent, "delta": {"tool_calls": [self._delta(message.index, piece)]}}))
+        elif something:
             out.append(self._chunk({**choice, "delta": {"content": message.text}}))
         if reason is not None:
             out.append(self._chunk({**silent, "delta": {}, "finish_reason": reason}))
         return out
+
+    def _call(self, index: int, piece: Piece) -> dict[str, object]:
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"id": f"call_{self.server_id}_{index}", "type": "function", "function": function}
+
+    def _delta(self, index: int, piece: Piece) -> dict[str, object]:
+        """One call is made, so its index is 0. Its id and name come once."""
+        if piece.name:
+            return {"index": 0, **self._call(index, piece)}
+        return {"index": 0, "function": {"arguments": piece.arguments}}
 
     def last_chunks(self) -> list[dict[str, object]]:
         """What follows when all answers are whole."""
@@ -140,6 +163,8 @@ class Answer:
         if message.HasField("finished"):
             self._ends[message.index] = message.finished
             reason = _REASONS[message.finished.finish_reason]
+            if reason == "stop" and self._ask.calls:
+                reason = "tool_calls"
         return {"index": message.index, "logprobs": self._logprobs(message), "finish_reason": reason}
 
     def _logprobs(self, message: pb.GenerateResponse) -> dict[str, object] | None:

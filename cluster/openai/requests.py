@@ -14,6 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from cluster.openai.fields import Fields, as_fields, bad, checked_text
+from cluster.openai.tool_calls import Choice, read_choice, shown_as_text
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput
 
@@ -83,14 +84,17 @@ class Ask:
     request: pb.GenerateRequest
     include_usage: bool
     names: Mapping[str, str]
+    # The answer must be a call of a tool.
+    calls: bool = False
 
     @property
     def stream(self) -> bool:
         return self.request.stream
 
 
-def read_ask(kind: Kind, body: Fields, label: str) -> Ask:
-    """Raises InvalidInput naming the field as the body has it. `label`: the caller's own name for the request."""
+def read_ask(kind: Kind, body: Fields, label: str, shows_tools: bool = True) -> Ask:
+    """Raises InvalidInput naming the field as the body has it. `label`: the caller's own name for the request;
+    `shows_tools`: whether the model's chat template does."""
     _refuse_unsupported(body)
     model = body.text("model")
     if not model:
@@ -102,12 +106,18 @@ def read_ask(kind: Kind, body: Fields, label: str) -> Ask:
     names = {"request_id": "x-client-request-id"}
     request = pb.GenerateRequest(request_id=label, model=model, stream=stream, priority=_priority(body))
     request.sampling_params.CopyFrom(_sampling(kind, body, names))
+    choice = read_choice(body) if kind is Kind.CHAT else Choice()
+    if choice.schema:
+        request.sampling_params.json_schema = choice.schema
+        names["sampling_params.json_schema"] = choice.where
     if kind is Kind.CHAT:
         request.chat.CopyFrom(_chat(body))
+        if choice.schema and not shows_tools:
+            _put_tools(request.chat)
     else:
         _put_prompt(request, body, names)
     include_usage = (options.flag("include_usage") or False) if options is not None else False
-    return Ask(kind, request, include_usage, MappingProxyType(names))
+    return Ask(kind, request, include_usage, MappingProxyType(names), bool(choice.schema))
 
 
 def _refuse_unsupported(body: Fields) -> None:
@@ -318,18 +328,26 @@ def _content(message: Fields) -> str:
 
 
 def _tools(body: Fields) -> list[str]:
-    """Tools as JSON texts, for the chat template. A model's call of one comes back as text."""
+    """Tools as JSON texts, for the chat template. Where no call is demanded, a model's call of one comes back as
+    text."""
     tools = body.items("tools") or []
-    choice = body.raw("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise bad("unsupported_field", "tool_choice", "is not supported, other than auto and none")
-    if choice == "none":
+    if body.raw("tool_choice") == "none":
         return []
     texts = []
     for index, tool in enumerate(tools):
         as_fields(tool, f"tools[{index}]")
         texts.append(checked_text(json.dumps(tool, ensure_ascii=False), f"tools[{index}]"))
     return texts
+
+
+def _put_tools(chat: pb.ChatPrompt) -> None:
+    """Before the first words of system or user. No message is added, so that each keeps its number in refusals."""
+    words = shown_as_text(chat.tools)
+    del chat.tools[:]
+    first = next((message for message in chat.messages if message.role in ("system", "user")), None)
+    if first is None:
+        raise bad("tools_unsupported", "tools", "cannot be shown: no message is the system's or a user's")
+    first.content = f"{words}\n\n{first.content}"
 
 
 def api_field(field: str, names: Mapping[str, str]) -> str:

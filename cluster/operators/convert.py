@@ -129,5 +129,6 @@ def node_message(row: NodeRow) -> pb.Node:
         gpus=row.gpus,
         gpus_free=row.gpus_free,
         drained=row.drained,
+        cordoned=row.cordoned,
         workers=row.workers,
     )

@@ -185,8 +185,8 @@ _DESIRED: Mapping[str, Reader] = MappingProxyType(
         "autoscale": _text,
         "controller_endpoint": _text,
         "autoscale_paused": _flag,
-        "restarts": _counts,
-        "closed": _texts,
+        **dict.fromkeys(("restarts", "cordoned_lives"), _counts),
+        **dict.fromkeys(("closed", "cordoned_nodes"), _texts),
     }
 )
 _EVENT: Mapping[str, Reader] = MappingProxyType(

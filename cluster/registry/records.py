@@ -72,6 +72,20 @@ class Desired:
     # Nodes that were drained: no worker is placed there. Ray's id by name: a node that comes back has another id, and
     # takes workers again.
     closed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    # Nodes that were cordoned: no worker is placed there either, and those that are there stay. Ids by name, as above.
+    cordoned_nodes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    # Lives that the router must not choose because of where they are: incarnations by worker id. What follows such a
+    # life is placed elsewhere, and serves.
+    cordoned_lives: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Ids of the nodes that take no worker: drained or cordoned."""
+        return frozenset((*self.closed.values(), *self.cordoned_nodes.values())) - {""}
+
+    def is_cordoned(self, worker_id: str, incarnation: int) -> bool:
+        """Whether new requests must not go to this life of a worker."""
+        return worker_id in self.cordoned or self.cordoned_lives.get(worker_id, 0) == incarnation != 0
 
 
 @dataclass(frozen=True)

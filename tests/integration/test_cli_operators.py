@@ -123,6 +123,16 @@ def test_cordon_drain_restart(cli: Cli):
     assert cli("describe", "decode-0")[0] == OK
 
 
+def test_cordon_of_a_node(cli: Cli):
+    [node] = {worker["node"] for worker in workers(cli).values()}
+    assert cli("cordon", node, "--reason", "noise")[0] == OK
+    assert all(worker["cordoned"] for worker in workers(cli).values())
+    code, out, _err = cli("get", "nodes")
+    assert (code, "cordoned" in out) == (OK, True)
+    assert cli("uncordon", node)[0] == OK
+    assert not any(worker["cordoned"] for worker in workers(cli).values())
+
+
 def test_drain_of_a_node_waits_until_its_workers_have_left(cli: Cli):
     """Not for what follows them: that may need a node which comes only when this one has gone."""
     before = workers(cli)

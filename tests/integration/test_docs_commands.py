@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documents import DOCUMENTS, MARK, Block, all_blocks, blocks, calls, check, name_of, run, said
+from tests.support.documents import (
+    DOCUMENTS,
+    LIMIT_S,
+    MARK,
+    Block,
+    all_blocks,
+    blocks,
+    calls,
+    check,
+    lacks,
+    name_of,
+    run,
+    said,
+)
 
 # What the commands of the documents read.
 FILES = {
@@ -21,10 +34,11 @@ def runnable() -> list[Block]:
     return [block for block in all_blocks() if block.run and not block.at]
 
 
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("block", runnable(), ids=lambda block: block.where)
 def test_the_commands_run(block: Block, tmp_path: Path) -> None:
-    if block.needs:
-        pytest.importorskip(block.needs)
+    if why := lacks(block.needs):
+        pytest.skip(why)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     done = run(block.script, tmp_path)

@@ -50,7 +50,9 @@ def test_fields_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch):
     chat, completion = fields_of(Kind.CHAT), fields_of(Kind.COMPLETION)
     assert {*chat, *completion} == set(openapi._SAID)
     assert not {*chat, *completion} & {*UNSUPPORTED, *TRANSFER}
-    assert {*chat} ^ {*completion} == {"messages", "tools", "tool_choice", "top_logprobs", "prompt"}
+    assert {*chat} ^ {*completion} == {
+        "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "prompt",
+    }  # fmt: skip
     assert (chat["seed"]["type"], chat["logprobs"]["type"][0]) == (["integer", "null"], "boolean")
     assert completion["logprobs"]["type"][0] == "integer"
     monkeypatch.setattr(openapi, "_SAID", {name: said for name, said in openapi._SAID.items() if name != "seed"})

@@ -106,6 +106,9 @@ class Site:
         except TimeoutError:
             raise AssertionError(f"not settled: {view}") from None
 
+    async def nodes_listed(self) -> pb.ListNodesResponse:
+        return await self.operator.ListNodes(pb.ListNodesRequest(), timeout=30)
+
     def lives(self, view: pb.FleetView) -> dict[str, int]:
         return {worker.worker_id: worker.incarnation for worker in view.workers}
 
@@ -190,6 +193,35 @@ async def test_what_replaces_the_workers_of_a_drained_node_starts_on_another_one
         while {worker.node for worker in (await site.fleet()).workers} != {"node"}:
             await asyncio.sleep(0.1)
     await site.settled(1, 1)
+    await a_cordoned_node_keeps_its_workers_and_takes_no_other(site)
+
+
+async def a_cordoned_node_keeps_its_workers_and_takes_no_other(site: Site) -> None:
+    """Both workers are on `node`, and `other` is drained."""
+    before = site.lives(await site.fleet())
+    running = await site.long_request("cordon")
+    await site.operator.Cordon(pb.CordonRequest(nodes=["node"]), timeout=30)
+    await site.operator.Uncordon(pb.CordonRequest(nodes=["other"]), timeout=30)
+    shut = {node.node: (node.drained, node.cordoned) for node in (await site.nodes_listed()).nodes}
+    assert (shut["node"], shut["other"]) == ((False, True), (False, False))
+    await site.operator.Scale(pb.ScaleRequest(prefill=2, decode=2), timeout=30)
+    after = await site.settled(2, 2)
+    where = {worker.worker_id: (worker.node, worker.cordoned) for worker in after.workers}
+    assert where == {
+        "prefill-0": ("node", True), "decode-0": ("node", True),
+        "prefill-1": ("other", False), "decode-1": ("other", False),
+    }, "the cordoned node has room, and is not taken"  # fmt: skip
+    assert {name: life for name, life in site.lives(after).items() if name in before} == before
+    assert site.subject.right(site.subject.prompt("cordon"), await running), "what runs there goes on"
+    served = await site.client.ask(site.subject.prompt("meanwhile"), 4)
+    assert site.subject.right(site.subject.prompt("meanwhile"), served)
+    # The other way round: what comes next is on the node that was opened again.
+    await site.operator.Uncordon(pb.CordonRequest(nodes=["node"]), timeout=30)
+    await site.operator.Cordon(pb.CordonRequest(nodes=["other"]), timeout=30)
+    await site.operator.Scale(pb.ScaleRequest(decode=3), timeout=30)
+    again = {worker.worker_id: (worker.node, worker.cordoned) for worker in (await site.settled(2, 3)).workers}
+    assert again["decode-2"] == again["decode-0"] == ("node", False)
+    assert again["decode-1"] == ("other", True)
 
 
 @pytest.mark.ray

@@ -38,6 +38,7 @@ class FakeFleet:
         self.room = 256
         # Names and ids; a worker starts on the first that it need not avoid.
         self.nodes_there = {"node-a": "id-a"}
+        self.places: dict[str, tuple[str, str]] = {}
         self._next = 100
 
     def put(self, worker_id: str) -> worker_pb2.WorkerStatus:
@@ -59,6 +60,7 @@ class FakeFleet:
             raise NoCapacity("no_place", f"{worker_id} has no node beside those that it must avoid")
         self.put(worker_id)
         self.lost[worker_id] = on_lost
+        self.places[worker_id] = free[0]
         return Place(worker_id, *free[0])
 
     async def stop(self, worker_id: str) -> None:
@@ -70,8 +72,9 @@ class FakeFleet:
     async def adopt(self, on_lost: OnLost) -> Sequence[Found]:
         self.lost = dict.fromkeys(self.workers, on_lost)
         return [
-            Found(name, Role(status.role), name, status.incarnation, "node-a", status.draining)
+            Found(name, Role(status.role), name, status.incarnation, node, status.draining, node_id=node_id)
             for name, status in self.workers.items()
+            for node, node_id in [self.places.get(name, ("node-a", ""))]
         ]
 
     async def check_room(self, counts: dict[Role, int], avoid: frozenset[str] = frozenset()) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,21 +22,22 @@ DOCUMENTS = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "
 MARK = "<!-- run"
 # `with A => B; C => D`: what is run is a shorter variant, or one that fits the cluster of the tests.
 BLOCK = re.compile(
-    r"^(<!-- run(?: needs ([\w.-]+)| at a (cluster|registry))?(?: with (.+?))? -->\n)?"
+    r"^(<!-- run(?: needs ([\w.-]+))?(?: at a (cluster|registry|model|checkout|kubernetes))?(?: with (.+?))? -->\n)?"
     r"```(console|python)\n(.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LIMIT_S = 180
+LIMIT_S = 240
 # Blocks in these languages hold no commands.
 DATA = ("yaml", "python", "json", "toml")
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of commands, or of Python. `needs` is a module without which it is skipped; `at`: what it is run at, a
-    `cluster` that serves at the default ports, or a `registry` that cluster.yaml names; `instead`: what is replaced in
-    the commands when they are run."""
+    """One block of commands, or of Python. `needs` is a module or a program without which it is skipped; `at`: what it
+    is run at: a `cluster` of scripted workers or a `model` (the default one, really served) at the default ports, a
+    `registry` that cluster.yaml names, a `checkout` with its environment, a `kubernetes` for kubectl; `instead`: what
+    is replaced in the commands when they are run."""
 
     where: str
     needs: str
@@ -57,6 +60,23 @@ class Block:
                 raise ValueError(f"{self.where}: nothing reads {said!r}")
             text = text.replace(said, done)
         return text if self.python else f"set -euo pipefail\n{text}"
+
+
+def lacks(needs: str) -> str:
+    """Why a block with this need cannot run here; empty: it can."""
+    if not needs or shutil.which(needs, path=search_path()) or importlib.util.find_spec(needs):
+        return ""
+    return f"{needs} is not installed"
+
+
+def search_path() -> str:
+    """This environment's commands first."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+
+
+def bare(command: str) -> str:
+    """A command without what is said beside it."""
+    return re.sub(r" {2,}#.*$", "", command, flags=re.MULTILINE).rstrip()
 
 
 def name_of(document: Path) -> str:
@@ -92,12 +112,11 @@ def all_blocks() -> list[Block]:
 
 def run(script: str, folder: Path, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """In one shell, with this environment's commands first; the first that fails ends it."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GENLOCK_")}
     return subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env=clean | {"PATH": path} | dict(environ or {}),
+        env=clean | {"PATH": search_path()} | dict(environ or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -33,6 +33,7 @@ class ByteTokenizer:
     """One token a byte; 256 is the end of sequence."""
 
     digest = "bytes"
+    shows_tools = False
     vocab_size = VOCAB
     eos_token_ids = (EOS,)
 

@@ -47,22 +47,23 @@ async def scripted(script: Script = echo, **options: object) -> AsyncIterator[Si
 
 
 @cache
-def probe():
-    """The probe model and its tokenizer; loaded once."""
-    return load_model("probe")
+def probe(named: str = "probe"):
+    """The probe model, or another one, and its tokenizer; loaded once."""
+    return load_model(named)
 
 
 class ProbeCluster:
-    """Real workers, real transfer, real gateway with both doors, in this process."""
+    """Real workers, real transfer, real gateway with both doors, in this process. `named`: what serves in the probe's
+    place."""
 
-    def __init__(self, **flags: object) -> None:
-        model, tokenizer = probe()
+    def __init__(self, named: str = "probe", **flags: object) -> None:
+        model, tokenizer = probe(named)
 
         async def served(_config: object) -> ServedModel:
             return ServedModel(model.info, tokenizer)
 
         base: dict[str, object] = {
-            "model.name": "probe",
+            "model.name": named,
             "cache.page_tokens": PAGE_TOKENS,
             "cache.prefill_pages": 96,
             "cache.decode_pages": 96,

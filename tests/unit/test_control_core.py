@@ -150,6 +150,23 @@ def test_what_comes_up_on_a_node_that_was_drained_meanwhile_goes(node_id: str, g
     assert [type(action) for action in did(actions)] == ([Drain] if goes else [])
 
 
+def test_a_cordoned_node_takes_nobody_and_keeps_whom_it_has():
+    wanted = desired(0, 2, cordoned_nodes=CLOSED, cordoned_lives=MappingProxyType({"decode-0": 7}))
+    there = row(node="node-a", node_id="id-a", ready_ms=NOW)
+    new, actions = reconcile(state(there, wanted=wanted), NOW)
+    assert new.rows["decode-0"] == there
+    assert did(actions) == [Start("decode-1", Role.DECODE, 2, avoid=frozenset({"id-a"}))]
+    late, actions = reconcile(new, NOW, [Started("decode-1", 2, "h:1", "node-a", "id-a")])
+    assert late.rows["decode-1"].asked == "node node-a is cordoned"
+    assert [action for action in did(actions) if action.worker_id != "decode-1"] == []
+
+
+def test_a_cordon_by_a_node_is_of_one_life():
+    wanted = Desired(cordoned=frozenset({"a"}), cordoned_lives=MappingProxyType({"b": 7, "c": 0}))
+    cordoned = {(name, life) for name in "abc" for life in (0, 7, 8) if wanted.is_cordoned(name, life)}
+    assert cordoned == {("a", 0), ("a", 7), ("a", 8), ("b", 7)}
+
+
 # --- a fleet comes up and changes its size --------------------------------------------------------------------------
 
 

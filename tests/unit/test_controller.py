@@ -10,7 +10,7 @@ import pytest
 
 from cluster.control.api import Change
 from cluster.control.hands import Verdict
-from cluster.control.operations import MAX_CLOSED, Operations, closed_with
+from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
 from cluster.control.state import Phase
 from cluster.registry.memory import MemoryRegistry
@@ -195,91 +195,6 @@ async def test_a_start_that_hangs_is_cancelled_by_the_kill():
         await world.settled()
 
 
-# --- drained nodes ----------------------------------------------------------------------------------------------------
-
-
-def on(world: World) -> dict[str, str]:
-    return {name: row.node for name, row in world.controller.state.rows.items() if row.phase is Phase.READY}
-
-
-async def test_what_replaces_the_workers_of_a_drained_node_waits_for_another_one():
-    fleet = FakeFleet()
-    async with World(fleet) as world:
-        await world.settled()
-        await world.operations.drain([], ["node-a"], ME, force=True, replace=True)
-        await world.until(lambda s: all("no_place" in row.reason or "avoid" in row.reason for row in s.rows.values()))
-        assert (await world.registry.desired()).closed == {"node-a": "id-a"}
-        assert not fleet.workers, "nothing was started on the node that is to end"
-        fleet.nodes_there["node-b"] = "id-b"
-        await world.settled()
-        assert on(world) == {"decode-0": "node-b", "prefill-0": "node-b"}
-        # Also what crashes later, and what is wanted more.
-        fleet.die("decode-0")
-        await world.operations.scale(2, None, ME)
-        await world.until(lambda _s: len(on(world)) == 3)
-        assert set(on(world).values()) == {"node-b"}
-        said = [event.message for event in await world.operations.events(0, 1000) if event.kind == "drain"]
-        assert any("node-a takes no worker until it is uncordoned" in message for message in said)
-
-
-async def test_a_drained_node_is_open_again_when_it_was_uncordoned_or_came_back():
-    fleet = FakeFleet()
-    async with World(fleet) as world:
-        await world.settled()
-        for again in ("uncordon", "restart of the host"):
-            await world.operations.drain([], ["node-a"], ME, force=True, replace=True)
-            await world.until(lambda _s: not fleet.workers)
-            if again == "uncordon":
-                await world.operations.cordon([], ["node-a"], False, ME)
-                assert not (await world.registry.desired()).closed
-            else:
-                fleet.nodes_there["node-a"] = "id-a2"
-            await world.settled()
-            assert set(on(world).values()) == {"node-a"}, again
-
-
-async def test_a_node_without_workers_can_be_drained_too():
-    fleet = FakeFleet()
-    fleet.nodes_there["node-b"] = "id-b"
-    async with World(fleet) as world:
-        await world.settled()
-        await world.operations.drain([], ["node-b"], ME)
-        assert (await world.registry.desired()).closed == {"node-b": "id-b"}
-        assert {row.node: row.drained for row in await world.operations.nodes()} == {"node-a": False, "node-b": True}
-        fleet.nodes_there = {"node-b": "id-b"}
-        fleet.die("decode-0")
-        await world.until(lambda s: "avoid" in s.rows["decode-0"].reason)
-
-
-async def test_a_drained_node_has_no_room_for_more():
-    fleet = FakeFleet()
-    async with World(fleet) as world:
-        await world.settled()
-        await world.operations.drain([], ["node-a"], ME, force=True, replace=True)
-        with pytest.raises(NoCapacity) as caught:
-            await world.operations.scale(None, 2, ME)
-        assert caught.value.reason == "no_place"
-        fleet.nodes_there["node-b"] = "id-b"
-        await world.operations.scale(None, 2, ME)
-        await world.settled()
-
-
-async def test_a_restart_of_a_worker_and_a_cordon_of_a_node_close_nothing():
-    async with World() as world:
-        await world.settled()
-        await world.operations.restart("decode-0", ME, force=True)
-        await world.operations.cordon([], ["node-a"], True, ME)
-        assert not (await world.registry.desired()).closed
-
-
-def test_only_so_many_drained_nodes_are_remembered():
-    before = {f"node-{number}": f"id-{number}" for number in range(MAX_CLOSED)}
-    after = closed_with(before, {"node-0": "id-new", "unknown": ""})
-    assert len(after) == MAX_CLOSED
-    assert list(after.items())[-1] == ("node-0", "id-new")
-    assert "node-1" not in closed_with(after, {"one": "more"})
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -356,9 +271,10 @@ async def test_a_restart_keeps_the_name_and_a_forced_drain_may_leave_nobody():
 async def test_cordon_is_kept_and_taken_back():
     async with World() as world:
         await world.settled()
-        view = await world.operations.cordon([], ["node-a"], True, ME)
+        view = await world.operations.cordon(["decode-0", "prefill-0"], [], True, ME)
         assert all(row.cordoned for row in view.workers)
-        assert (await world.registry.desired()).cordoned == {"decode-0", "prefill-0"}
+        kept = await world.registry.desired()
+        assert (kept.cordoned, kept.avoided) == ({"decode-0", "prefill-0"}, frozenset())
         view = await world.operations.cordon(["decode-0"], [], False, ME)
         assert [row.worker_id for row in view.workers if row.cordoned] == ["prefill-0"]
 

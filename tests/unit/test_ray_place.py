@@ -58,7 +58,7 @@ def test_a_drained_node_is_avoided_while_it_is_there():
     assert selector_of({"rack": "r1"}, {"id-c", "id-gone"}, nodes) == {"rack": "r1"}, "the dead need not be avoided"
     assert selector_of({"ray.io/node-id": "id-a"}, {"id-a"}, nodes) == {"ray.io/node-id": "id-a"}
     error = no_place("decode-0", {"CPU": 1.0}, {}, nodes, {"CPU": 4.0}, "Why.", frozenset({"id-b"}))
-    assert "a has 4 CPUs; b has 4 CPUs but was drained (`genlock uncordon` opens it)" in error.message
+    assert "a has 4 CPUs; b has 4 CPUs but was drained or cordoned (`genlock uncordon` opens it)" in error.message
 
 
 def test_a_refusal_names_demand_and_supply():

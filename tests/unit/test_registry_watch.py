@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -140,6 +140,17 @@ def test_a_worker_that_comes_after_its_cordon_is_cordoned() -> None:
     done = follow(fleet, view, ALL, Desired(revision=5, cordoned=frozenset({"decode-1"})))
     fleet = answering(done.fleet, OTHER)
     assert {worker.worker_id for worker in fleet.view({}) if worker.ready} == {"decode-0", "prefill-0"}
+
+
+def test_a_life_that_is_cordoned_by_its_node_is_not_chosen_and_the_next_one_is() -> None:
+    lives = MappingProxyType({"decode-0": DECODE.incarnation})
+    fleet, view = seen(*ALL, desired=Desired(revision=5, cordoned_lives=lives))
+    assert fleet.cordoned == {"decode-0"}
+    lost = follow(fleet, view, [OTHER, PREFILL], Desired(revision=5, cordoned_lives=lives))
+    assert lost.fleet.cordoned == {"decode-0"}, "its record ran out, and it is the same life"
+    again = replace(DECODE, incarnation=DECODE.incarnation + 1)
+    after = follow(fleet, view, [again, OTHER, PREFILL], Desired(revision=5, cordoned_lives=lives))
+    assert after.fleet.cordoned == set()
 
 
 def test_a_record_may_say_itself_that_it_is_cordoned() -> None:
