@@ -90,4 +90,11 @@ def request_tables(answer: pb.DescribeRequestResponse, _wide: bool) -> list[Tabl
     ]  # fmt: skip
     if answer.HasField("verification"):
         lines += [(name.replace("_", " "), value) for name, value in render.as_dict(answer.verification).items()]
-    return [("", ("field", "value"), [line for line in lines if line[1] != ""])]
+    found: list[Table] = [("", ("field", "value"), [line for line in lines if line[1] != ""])]
+    if answer.recomputes:
+        again: list[tuple[object, ...]] = [
+            (age(told.after_ms), told.index, told.from_worker, told.to_worker or told.reason)
+            for told in answer.recomputes
+        ]
+        found.append(("Preempted, and computed again", ("after", "answer", "prefill was", "prefill is"), again))
+    return found

@@ -180,6 +180,7 @@ class Fleet:
             request_limit=self.policy.request_limit,
             layout_fingerprint=record.status.layout_fingerprint if record.status is not None else "",
             proved_peers=self._proved.get(record.worker_id),
+            answers=record.state is not WorkerState.UNREACHABLE,
         )
 
 

@@ -56,7 +56,9 @@ class OperatorService(FleetService):
         state, wanted = self._state, request.request_id
         found = [one for one in state.running if wanted in (one.facts.server_id, one.key[1])]
         if len(found) == 1:
-            return pb.DescribeRequestResponse(request=running_message(found[0], state.sources.now_ms()))
+            return pb.DescribeRequestResponse(
+                request=running_message(found[0], state.sources.now_ms()), recomputes=found[0].facts.recomputes
+            )
         ended = state.ended_requests.get(wanted)
         if ended is None:
             many = f"; {len(found)} run under that label" if found else ""

@@ -16,7 +16,7 @@ from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.schemas import SchemaCheck
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
-from cluster.gateway.sessions import CALL_NO_BYTES, DecodeCall, DecodeSession
+from cluster.gateway.sessions import CALL_NO_BYTES, Assign, DecodeCall, DecodeSession
 from cluster.gateway.waiting import WaitingRoom
 from cluster.operators.service import Backend, NoFleet
 from cluster.roles import Role
@@ -152,15 +152,15 @@ class GatewayState:
     def worker_stub(self, endpoint: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel(endpoint))
 
-    def open_decode(self, endpoint: str, request: worker_pb2.DecodeRequest) -> DecodeCall:
-        """Sends a request to a decode worker, over the session with it."""
+    def open_decode(self, endpoint: str, request: worker_pb2.DecodeRequest, assign: Assign | None = None) -> DecodeCall:
+        """Sends a request to a decode worker, over the session with it. `assign`: asked when it was preempted."""
         self.channel(endpoint)  # first: with new certificates it retires the session, too
         session = self._sessions.get(endpoint)
         if session is None or session.over:
             stub = self.decode_stub(endpoint)
             session = DecodeSession(lambda: stub.Session(None))
             self._sessions[endpoint] = session
-        return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request)
+        return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request, assign)
 
     async def close_channel(self, endpoint: str) -> None:
         session = self._sessions.pop(endpoint, None)

@@ -140,6 +140,10 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "draining": (
         "UNAVAILABLE", "The worker or gateway takes no new requests: it is being drained or stopped.",
         "Send the request again; a load balancer should choose another gateway.", True),
+    "prefill_not_assigned": (
+        "UNAVAILABLE", "A preempted request was to be computed again, and its gateway named no prefill worker for it in "
+        "time.", "Send the request again. See that the gateway's process is not starved of CPU; a gateway older than the "
+        "workers does not know the question.", True),
     "drain_cut": ("UNAVAILABLE", "The drain's deadline came before the request was done.",
                   "Send the request again; give the drain a longer deadline.", True),
     "not_ready": ("UNAVAILABLE", "No pair of workers can serve yet.", "Wait for readiness; `genlock status` tells why.",
