@@ -101,7 +101,7 @@ class EndedRequests:
         return next((one for one in reversed(self._kept.values()) if one.request.request_id == request_id), None)
 
 
-def running_message(running: Running, now_ms: float) -> pb.RunningRequest:
+def running_message(running: Running, now_ms: float, gateway: str = "") -> pb.RunningRequest:
     facts = running.facts
     tenant, label = running.key
     return pb.RunningRequest(
@@ -116,4 +116,5 @@ def running_message(running: Running, now_ms: float) -> pb.RunningRequest:
         prefill_worker=facts.prefill_worker,
         phase=facts.phase,
         preemptions=facts.preemptions,
+        gateway=gateway,
     )

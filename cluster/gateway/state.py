@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
@@ -19,6 +19,7 @@ from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.sessions import CALL_NO_BYTES, Assign, DecodeCall, DecodeSession
 from cluster.gateway.waiting import WaitingRoom
 from cluster.operators.service import Backend, NoFleet
+from cluster.registry.records import GatewayRecord
 from cluster.roles import Role
 from cluster.settings import Config
 from genlock.v1 import worker_pb2, worker_pb2_grpc
@@ -28,6 +29,11 @@ from wire.ending import end_tasks
 from wire.tracing import Tracer, make_tracer
 
 SHORTEST_PAUSE_MS = 50.0
+
+
+async def no_gateways() -> tuple[GatewayRecord, ...]:
+    """Where no registry is read."""
+    return ()
 
 
 class GatewayState:
@@ -83,6 +89,10 @@ class GatewayState:
         self._retired: set[asyncio.Task[None]] = set()
         # What GetStatus says of the registry; empty where this gateway reads none.
         self.registry_health: Callable[[], str] = lambda: ""
+        # Among the registry's gateways: this one's id there, where others ask it, and who there is.
+        self.gateway_id = ""
+        self.peer_endpoint = ""
+        self.find_gateways: Callable[[], Awaitable[tuple[GatewayRecord, ...]]] = no_gateways
 
     def add_worker(self, worker_id: str, role: Role, endpoint: str) -> None:
         self.set_fleet(self.fleet.added(worker_id, role, endpoint))

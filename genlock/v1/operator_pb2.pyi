@@ -299,16 +299,20 @@ class ListRequestsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
     """Most entries; 0: 100."""
+    local: _builtins.bool
+    """Only those of the gateway that is asked."""
     def __init__(
         self,
         *,
         limit: _builtins.int = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "local", b"local"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,22 +324,57 @@ class ListRequestsResponse(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
+    """Of all gateways that answered."""
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]:
+        """The oldest first."""
+
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnreachedGateway]: ...
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___RunningRequest] | None = ...,
         total: _builtins.int = ...,
+        unreached: _abc.Iterable[Global___UnreachedGateway] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "total", b"total", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class UnreachedGateway(_message.Message):
+    """A gateway of the registry whose part of an answer is missing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """host:port where it is known; `registry` where that does not say who there is."""
+    reason: _builtins.str
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        gateway: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "gateway", b"gateway", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnreachedGateway: _TypeAlias = UnreachedGateway  # noqa: Y015
 
 @_typing.final
 class RunningRequest(_message.Message):
@@ -354,6 +393,7 @@ class RunningRequest(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     request_id: _builtins.str
     """The client's label."""
@@ -368,6 +408,8 @@ class RunningRequest(_message.Message):
     """queued, prefill or decode."""
     preemptions: _builtins.int
     """Answers of it that gave their pages back and were computed again, one for each time."""
+    gateway: _builtins.str
+    """Who serves it: host:port for other gateways."""
     def __init__(
         self,
         *,
@@ -382,10 +424,11 @@ class RunningRequest(_message.Message):
         prefill_worker: _builtins.str = ...,
         phase: _builtins.str = ...,
         preemptions: _builtins.int = ...,
+        gateway: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "completion_tokens", b"completion_tokens", "deadline_left_ms", b"deadline_left_ms", "decode_worker", b"decode_worker", "phase", b"phase", "preemptions", b"preemptions", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "server_id", b"server_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "completion_tokens", b"completion_tokens", "deadline_left_ms", b"deadline_left_ms", "decode_worker", b"decode_worker", "gateway", b"gateway", "phase", b"phase", "preemptions", b"preemptions", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "server_id", b"server_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,16 +651,20 @@ class DescribeRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server's id, or the client's label where it names one request."""
+    local: _builtins.bool
+    """Only where the gateway that is asked serves or served it."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
