@@ -12,7 +12,7 @@ affinity is a wish; where its pair is full, the load decides.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 from cluster.roles import Role
@@ -34,7 +34,7 @@ class WorkerView:
     # Two workers with different layouts cannot exchange pages; empty: not known.
     layout_fingerprint: str = ""
     # Prefill workers from which this decode worker has proved that pages arrive; None: it needs no proof.
-    proved_peers: frozenset[str] | None = None
+    proved_peers: Container[str] | None = None
     # It answers: whoever is drained or cordoned still computes what was promised to running requests.
     answers: bool = False
 
