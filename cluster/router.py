@@ -12,7 +12,7 @@ affinity is a wish; where its pair is full, the load decides.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 from cluster.roles import Role
@@ -34,7 +34,9 @@ class WorkerView:
     # Two workers with different layouts cannot exchange pages; empty: not known.
     layout_fingerprint: str = ""
     # Prefill workers from which this decode worker has proved that pages arrive; None: it needs no proof.
-    proved_peers: frozenset[str] | None = None
+    proved_peers: Container[str] | None = None
+    # It answers: whoever is drained or cordoned still computes what was promised to running requests.
+    answers: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,8 @@ def route(workers: Iterable[WorkerView], *, retry_after_ms: int = 500, affinity:
             retry_after_ms=retry_after_ms,
         )
     if alike:
-        raise Unavailable(
-            "no_proved_pair",
-            "no ready decode worker has proved that pages of a ready prefill worker arrive as they were sealed; "
-            "`genlock status` tells why",
-            field="transfer.engine",
-        )
-    raise Unavailable(
-        "no_matching_layout",
-        f"no ready prefill worker has the page layout of decode worker {decoders[0].worker_id}: "
-        "workers of one cluster need the same model, page_tokens and kv_format",
-    )
+        raise _not_proved()
+    raise _no_layout(decoders[0].worker_id)
 
 
 def route_many(
@@ -106,6 +99,37 @@ def route_many(
                 outstanding_requests=worker.outstanding_requests + 1,
             )
     return routes
+
+
+def another_prefill(workers: Iterable[WorkerView], decode_id: str, present: str) -> WorkerView:
+    """The prefill worker that computes a preempted request of a decode worker again.
+
+    The one that it had (`present`) while that is ready, since it has the request's pages in its cache; else least
+    outstanding tokens. A full one is taken where all are: the request was admitted long ago. Where nobody else may
+    serve it goes back to its own one that drains or is cordoned: such a worker takes handoffs until it is stopped.
+    Raises Unavailable (`no_prefill_worker`, `no_matching_layout` or `no_proved_pair`).
+    """
+    fleet = {worker.worker_id: worker for worker in workers}
+    decode = fleet.get(decode_id)
+
+    def fits(worker: WorkerView) -> bool:
+        # A decode worker that this gateway lost sight of still asks: it judges its peers itself.
+        return decode is None or (same_layout(decode, worker) and proved(decode, worker))
+
+    had = fleet.get(present)
+    ready = [worker for worker in fleet.values() if worker.role is Role.PREFILL and worker.ready]
+    fit = [worker for worker in ready if fits(worker)]
+    if had in fit:
+        return had
+    if fit:
+        return min(fit, key=lambda worker: (not has_room(worker), *_load(worker)))
+    if had is not None and had.answers and fits(had):
+        return had
+    if not ready:
+        raise _nobody(fleet.values(), Role.PREFILL)
+    if decode is not None and not any(same_layout(decode, worker) for worker in ready):
+        raise _no_layout(decode_id)
+    raise _not_proved()
 
 
 def _pair_of(fleet: tuple[WorkerView, ...], affinity: bytes) -> Route | None:
@@ -134,12 +158,7 @@ def has_room(worker: WorkerView) -> bool:
 def _open(fleet: tuple[WorkerView, ...], role: Role, retry_after_ms: int) -> list[WorkerView]:
     ready = [worker for worker in fleet if worker.role is role and worker.ready]
     if not ready:
-        known = sum(worker.role is role for worker in fleet)
-        raise Unavailable(
-            f"no_{role.value}_worker",
-            f"no {role.value} worker is ready ({known} known); `genlock status` tells why",
-            field=f"workers.{role.value}",
-        )
+        raise _nobody(fleet, role)
     free = [worker for worker in ready if has_room(worker)]
     if not free:
         raise NoCapacity(
@@ -147,7 +166,37 @@ def _open(fleet: tuple[WorkerView, ...], role: Role, retry_after_ms: int) -> lis
             f"all {len(ready)} ready {role.value} workers hold as many requests as they may",
             retry_after_ms=retry_after_ms,
         )
-    return sorted(free, key=lambda worker: (worker.outstanding_tokens, worker.outstanding_requests, worker.worker_id))
+    return sorted(free, key=_load)
+
+
+def _load(worker: WorkerView) -> tuple[int, int, str]:
+    return worker.outstanding_tokens, worker.outstanding_requests, worker.worker_id
+
+
+def _nobody(fleet: Iterable[WorkerView], role: Role) -> Unavailable:
+    known = sum(worker.role is role for worker in fleet)
+    return Unavailable(
+        f"no_{role.value}_worker",
+        f"no {role.value} worker is ready ({known} known); `genlock status` tells why",
+        field=f"workers.{role.value}",
+    )
+
+
+def _not_proved() -> Unavailable:
+    return Unavailable(
+        "no_proved_pair",
+        "no ready decode worker has proved that pages of a ready prefill worker arrive as they were sealed; "
+        "`genlock status` tells why",
+        field="transfer.engine",
+    )
+
+
+def _no_layout(decode_id: str) -> Unavailable:
+    return Unavailable(
+        "no_matching_layout",
+        f"no ready prefill worker has the page layout of decode worker {decode_id}: "
+        "workers of one cluster need the same model, page_tokens and kv_format",
+    )
 
 
 def _ready_pairs(fleet: tuple[WorkerView, ...]) -> list[tuple[WorkerView, WorkerView]]:

@@ -128,6 +128,10 @@ class WorkersConfig:
 class ApiConfig:
     host: str = _setting("127.0.0.1", "Address that the gateway listens on.", check=_not_blank)
     port: int = _setting(50051, "Port of the gateway; 0: any free one.", low=0, high=65_535)
+    peer_host: str = _setting(
+        "", "Address where other gateways of the registry ask this one for its requests; empty: api.host, or this "
+        "host's own address where that is a wildcard.",
+    )  # fmt: skip
     http_host: str = _setting("127.0.0.1", "Address of the OpenAI-compatible HTTP API.", check=_not_blank)
     http_port: int = _setting(
         8000, "Port of the HTTP API; 0: any free one; -1 or empty: off.", low=-1, high=65_535, empty=-1

@@ -1,6 +1,7 @@
 """Decode's decisions: who gets pages, who runs, who is preempted, who ends. Pure, like prefill's core.
 
     submit → admit (reserves pages, starts handoffs) → joined / handoff_failed → plan → apply → outcomes
+    preempted → admit (asks for a prefill worker) → assigned / refused → admit as above
 
 The handoff itself (decode/handoff.py) runs beside this object; it only needs the slots reserved here.
 """
@@ -19,6 +20,7 @@ from kvstore.errors import (
     LifecycleError,
     NoCapacity,
     StalePage,
+    Unavailable,
 )
 from kvstore.guard import Guard, Published
 from kvstore.header import PageHeader
@@ -43,6 +45,10 @@ class DecodeLimits:
     max_waiting: int = 32
     max_preemptions: int = 4
     context_tokens: int = 8192
+    # A preempted request waits so long for a prefill worker, and keeps its place in the line for the first part of it:
+    # others must not pay for a question that nobody answers.
+    assign_ms: int = 5_000
+    hold_ms: int = 250
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,15 @@ class StartHandoff:
     expected: ExpectedPages
     local: tuple[PageRef, ...]
     queue_ms: int
+
+
+@dataclass(frozen=True)
+class PrefillWanted:
+    """There are pages for a preempted request: whoever routes is to name a prefill worker, since the one that it had
+    may be gone. Answered by `assigned` or `refused` under the same attempt."""
+
+    request_no: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,8 @@ class DecodeRequest:
     keys: tuple[bytes, ...] = ()
     joined: bool = False
     preemptions: int = 0
+    routed: bool = True  # somebody has named the prefill worker of the present attempt
+    asked_ms: int | None = None  # when that was asked for
 
     @property
     def generated(self) -> int:
@@ -163,24 +180,38 @@ class DecodeCore(Generic[T]):
         )
         return self._next_request
 
-    def admit(self, now_ms: int) -> list[StartHandoff]:
-        """Reserves pages for waiting requests, oldest first, before any compute is spent."""
-        starts: list[StartHandoff] = []
-        page_tokens = self._guard.layout.page_tokens
-        while self._waiting and len(self._requests) < self._limits.max_running:
-            req = next(iter(self._waiting.values()))
+    def admit(self, now_ms: int) -> list[StartHandoff | PrefillWanted]:
+        """Reserves pages for waiting requests, oldest first, before any compute is spent. A preempted one asks for its
+        prefill worker first."""
+        found: list[StartHandoff | PrefillWanted] = []
+        for req in list(self._waiting.values()):
             needed = self._guard.layout.pages_for(len(req.tokens))
             # One page of headroom for a running neighbour: do not admit what must be preempted at once.
-            if self._guard.free_pages < needed + (1 if self._requests else 0):
+            if (
+                len(self._requests) >= self._limits.max_running
+                or self._guard.free_pages < needed + (1 if self._requests else 0)
+            ):  # fmt: skip
                 break
-            req.keys = self._keyer.chain(req.ticket.tenant, req.tokens, page_tokens)
-            local = self._guard.allocate(req.request_no, needed)
-            req.pages = PageRun(local)
-            del self._waiting[req.request_no]
-            self._requests[req.request_no] = req
-            expected = ExpectedPages(len(req.tokens), page_tokens, req.keys)
-            starts.append(StartHandoff(req.request_no, req.ticket, expected, local, now_ms - req.queued_ms))
-        return starts
+            if req.routed:
+                found.append(self._start(req, needed, now_ms))
+                continue
+            if req.asked_ms is None:
+                req.asked_ms = now_ms
+                found.append(PrefillWanted(req.request_no, req.preemptions))
+            if now_ms - req.asked_ms < self._limits.hold_ms:
+                break
+        return found
+
+    def assigned(self, request_no: int, attempt: int) -> bool:
+        """A prefill worker was named for a preempted request. False where nobody waits for that (any more)."""
+        req = self._asking(request_no, attempt)
+        if req is not None:
+            req.routed = True
+        return req is not None
+
+    def refused(self, request_no: int, attempt: int, error: GenlockError) -> list[Outcome[T]]:
+        """There is no prefill worker for a preempted request; ignored where nobody waits for that."""
+        return [] if self._asking(request_no, attempt) is None else self.fail(request_no, error)
 
     def joined(self, request_no: int, first: T, now_ms: int) -> list[Outcome[T]]:
         """A handoff is complete and verified, or its first token ends the answer: publishes the first token."""
@@ -202,7 +233,12 @@ class DecodeCore(Generic[T]):
         """Ends requests whose deadline has passed, wherever they are."""
         late = [r for r in (*self._waiting.values(), *self._requests.values()) if now_ms >= r.deadline_ms]
         error = DeadlineExceeded("deadline_exceeded", "the request's deadline passed")
-        return [outcome for req in late for outcome in self.fail(req.request_no, error)]
+        outcomes = [outcome for req in late for outcome in self.fail(req.request_no, error)]
+        limit_ms = self._limits.assign_ms
+        for req in list(self._waiting.values()):
+            if not req.routed and req.asked_ms is not None and now_ms - req.asked_ms >= limit_ms:
+                outcomes += self.fail(req.request_no, not_assigned(limit_ms))
+        return outcomes
 
     def plan(self, now_ms: int) -> tuple[StepPlan | None, list[Outcome[T]]]:
         """One token for each joined request. Where the pool is dry the youngest gives its pages back."""
@@ -239,6 +275,21 @@ class DecodeCore(Generic[T]):
 
     # --- inside -------------------------------------------------------------------------------------------------
 
+    def _asking(self, request_no: int, attempt: int) -> DecodeRequest | None:
+        req = self._waiting.get(request_no)
+        asks = req is not None and not req.routed and req.asked_ms is not None and req.preemptions == attempt
+        return req if asks else None
+
+    def _start(self, req: DecodeRequest, pages: int, now_ms: int) -> StartHandoff:
+        page_tokens = self._guard.layout.page_tokens
+        req.keys = self._keyer.chain(req.ticket.tenant, req.tokens, page_tokens)
+        local = self._guard.allocate(req.request_no, pages)
+        req.pages = PageRun(local)
+        del self._waiting[req.request_no]
+        self._requests[req.request_no] = req
+        expected = ExpectedPages(len(req.tokens), page_tokens, req.keys)
+        return StartHandoff(req.request_no, req.ticket, expected, local, now_ms - req.queued_ms)
+
     def _emit(self, req: DecodeRequest, token: T) -> list[Outcome[T]]:
         req.tokens.append(token.token_id)
         outcomes: list[Outcome[T]] = [Emitted(req.request_no, token)]
@@ -271,6 +322,7 @@ class DecodeCore(Generic[T]):
             return
         req.preemptions += 1
         req.joined = False
+        req.routed, req.asked_ms = False, None
         req.queued_ms = now_ms
         req.ticket = replace(
             req.ticket,
@@ -310,3 +362,10 @@ class DecodeCore(Generic[T]):
                 self._guard.retire((ref,), owner)
             except (StalePage, LifecycleError):
                 self._guard.count("retire_refused")
+
+
+def not_assigned(limit_ms: int) -> Unavailable:
+    return Unavailable(
+        "prefill_not_assigned",
+        f"the gateway named no prefill worker within {limit_ms} ms to compute a preempted request again",
+    )

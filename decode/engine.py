@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decode.core import DecodeCore, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.core import DecodeCore, Emitted, Failed, Finished, Outcome, Preempted, PrefillWanted, StartHandoff
 from decode.peers import PeerTable, PeerVerdict
 from decode.pull import HandoffResult, Handoffs
 from kvstore.errors import Cancelled, GenlockError, Unavailable
@@ -63,7 +63,8 @@ class Started:
     transfer_ms: float
 
 
-Sink = Callable[["SampledToken | Started | Ended | GenlockError"], None]
+# A sink that hears PrefillWanted has `assign` or `refuse` called.
+Sink = Callable[["SampledToken | Started | PrefillWanted | Ended | GenlockError"], None]
 
 
 @dataclass
@@ -158,6 +159,21 @@ class DecodeEngine:
         """The caller is gone. Safe from any thread and at any time; ended requests are ignored."""
         self.loop.post_quietly(lambda: self._cancel(request_no))
 
+    def assign(self, request_no: int, attempt: int, endpoint: str, worker: str) -> None:
+        """The answer to PrefillWanted: who computes a preempted request again. Safe from any thread and at any time; an
+        answer that nobody waits for is ignored."""
+
+        def work() -> None:
+            if self.core.assigned(request_no, attempt):
+                live = self._live[request_no]
+                live.endpoint, live.worker = endpoint, worker
+
+        self.loop.post_quietly(work)
+
+    def refuse(self, request_no: int, attempt: int, error: GenlockError) -> None:
+        """The other answer to PrefillWanted: nobody can; the request ends with `error`."""
+        self.loop.post_quietly(lambda: self._deliver(self.core.refused(request_no, attempt, error)))
+
     @property
     def peers(self) -> PeerTable:
         return self._handoffs.peers
@@ -176,12 +192,12 @@ class DecodeEngine:
         await self.loop.call(work)
 
     def owed(self) -> dict[str, int]:
-        """Requests that still need a handoff, by prefill worker; also preempted ones, which need another. A snapshot
-        from any thread."""
+        """Requests that still need a handoff, by prefill worker; preempted ones as soon as another is named for them. A
+        snapshot from any thread."""
         owed: Counter[str] = Counter()
         for request_no, live in list(self._live.items()):
             request = self.core.request(request_no)
-            if request is not None and not request.joined:
+            if request is not None and not request.joined and request.routed:
                 owed[live.worker] += 1
         return dict(owed)
 
@@ -202,8 +218,11 @@ class DecodeEngine:
         if self._receiver.unproved_transfers:
             self._receiver.sweep()
         self._deliver(self.core.expire(now))
-        for start in self.core.admit(now):
-            self._start_handoff(start)
+        for found in self.core.admit(now):
+            if isinstance(found, StartHandoff):
+                self._start_handoff(found)
+            else:
+                self._live[found.request_no].sink(found)
         if self._hooks.before_plan is not None and not self._hooks.before_plan():
             return False
         plan, outcomes = self.core.plan(now)

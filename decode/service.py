@@ -9,15 +9,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from decode.core import PrefillWanted
 from decode.engine import DecodeEngine, Ended, Sink, Started
 from decode.peers import PeerVerdict
 from genlock.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
-from kvstore.errors import GenlockError, InvalidInput
+from kvstore.errors import GenlockError, InvalidInput, Unavailable
 from model.base import ModelInfo
 from model.sampler import SampledToken
 from wire.convert import finish_to_proto, served_ticket
-from wire.errors import abort_with, surprise
-from wire.session import Cancel, Session, Tell
+from wire.errors import abort_with, from_status, surprise
+from wire.session import Handle, Session, Tell
 from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -91,7 +92,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             await asyncio.wait(tasks, timeout=END_S)
         await asyncio.sleep(0)  # grpc's own task looks at how each ended
 
-    async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Cancel:
+    async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Handle:
         trail = incoming(self._tracer, "decode", request.trail.items(), self._worker)
         try:
             return await self._submit(request, tell, trail)
@@ -102,7 +103,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             trail.end("cancelled")
             raise
 
-    async def _submit(self, request: worker_pb2.DecodeRequest, tell: Tell, trail: Trail) -> Cancel:
+    async def _submit(self, request: worker_pb2.DecodeRequest, tell: Tell, trail: Trail) -> Handle:
         ticket = served_ticket(request.ticket, self._info)
         trail.set(prompt_tokens=ticket.prompt_tokens)
         if not request.prefill_endpoint or not request.prefill_worker:
@@ -114,12 +115,22 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         request_no = await self._engine.submit(
             ticket, request.prefill_endpoint, request.prefill_worker, self._clock() + left_ms, self._sink(tell), trail
         )
-        return partial(self._engine.cancel, request_no)
+        return Handle(partial(self._engine.cancel, request_no), partial(self._assign, request_no))
+
+    def _assign(self, request_no: int, assigned: worker_pb2.PrefillAssigned) -> None:
+        if assigned.prefill_endpoint and assigned.prefill_worker:
+            self._engine.assign(request_no, assigned.attempt, assigned.prefill_endpoint, assigned.prefill_worker)
+            return
+        error = from_status(assigned.refused) if assigned.HasField("refused") else None
+        nobody = Unavailable("prefill_not_assigned", "the gateway named no prefill worker and no reason")
+        self._engine.refuse(request_no, assigned.attempt, error or nobody)
 
     def _sink(self, tell: Tell) -> Sink:
-        def sink(event: SampledToken | Started | Ended | GenlockError) -> None:  # on the step thread
+        def sink(event: SampledToken | Started | PrefillWanted | Ended | GenlockError) -> None:  # on the step thread
             if isinstance(event, Started):
                 tell(worker_pb2.DecodeStarted(**asdict(event)))
+            elif isinstance(event, PrefillWanted):
+                tell(worker_pb2.PrefillWanted(attempt=event.attempt))
             else:
                 tell(self._finished(event) if isinstance(event, Ended) else event)
 

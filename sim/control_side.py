@@ -120,6 +120,9 @@ class Controller:
     def drain_short(self, worker: Worker) -> None:
         self._hear(DrainAsked(worker.name, False, "asked for", self._rng.randrange(5, 60)))
 
+    def drain_gently(self, worker: Worker) -> None:
+        self._hear(DrainAsked(worker.name, False, "asked for"))
+
     def drain_rude(self, worker: Worker) -> None:
         """The bare call, past the controller: gateways learn of it from the worker's status."""
         if worker.alive:
@@ -148,8 +151,8 @@ class Controller:
     # --- laws -----------------------------------------------------------------------------------------------------
 
     def judge_end(self, request: Request, error: GenlockError) -> None:
-        if error.reason not in LOST_BY_DRAIN or request.preempted:
-            return  # a preempted request goes back to the prefill worker that it had: see docs/simulator.md
+        if error.reason not in LOST_BY_DRAIN or request.last_resort:
+            return
         assert request.route is not None, "a worker refused it, so it had been routed"
         decode, prefill = request.route.lives
         place = prefill if "prefill" in error.reason + error.message else decode
@@ -166,7 +169,11 @@ class Controller:
                 self._world.laws.broken("drain_overdue", f"{note.worker.name} since {note.deadline_ms} ms")
 
     def _judge_drained(self, worker: Worker) -> None:
-        """By the book of the pool, not by the counts that the drain waited for."""
+        """By the book of the pool, not by the counts that the drain waited for. A preempted request that came back for
+        want of another takes its chance: the drain did not wait for it."""
+        for request in self._world.requests:
+            if request.last_resort and not request.ended and request.route and request.route.prefill is worker:
+                return
         slots = [worker.guard.book_slot(i) for i in range(worker.guard.slots)]
         kept = sum(bool(s.leases or s.shares) for s in slots)
         self._world.laws.require(not kept, "drained_with_lease", f"{worker.name}: {kept} pages are promised or in use")

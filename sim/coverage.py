@@ -48,7 +48,7 @@ _HANDOFF_EVENTS = ("accepted", "page", "completed", "end", "error")
 # A request at decode, by how far it has come; tokens come only after the handoff.
 _ENDS = ("cancelled", "deadline_exceeded", "failed")
 _REQUEST: dict[str, tuple[str, ...]] = {
-    "waiting": _ENDS, "handoff": _ENDS, "joined": ("token", "finished", "preempted", *_ENDS)
+    "waiting": ("assigned", *_ENDS), "handoff": _ENDS, "joined": ("token", "finished", "preempted", *_ENDS)
 }  # fmt: skip
 # A worker as the controller sees it at the beginning of a turn, and what it hears of it then.
 _HEARD = ("Told", "Silent", "Ended", "DrainAsked")

@@ -23,11 +23,19 @@ def judge(world: World) -> None:
             _require(world, at[0] if at else None, request.due_ms, f"request {request.number}")
     for decode in world.decodes:
         if decode.alive:
+            _questions(world, decode)
             _handoffs(world, decode)
             _copies(world, decode)
     for prefill in world.prefills:
         if prefill.alive:
             _promises(world, prefill)
+
+
+def _questions(world: World, decode: DecodeWorker) -> None:
+    """Who computes a preempted request again is answered in time, or the request has ended."""
+    for number, asked_ms in decode.asked_ms.items():
+        due_ms = asked_ms + decode.limits.assign_ms
+        _require(world, decode, due_ms, f"{decode.name}: the question of request {number}")
 
 
 def _handoffs(world: World, decode: DecodeWorker) -> None:

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from decode.core import DecodeCore, DecodeLimits, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.core import (
+    DecodeCore,
+    DecodeLimits,
+    Emitted,
+    Failed,
+    Finished,
+    Outcome,
+    Preempted,
+    PrefillWanted,
+    StartHandoff,
+)
 from decode.handoff import Accepted, Completed, HandoffEvent, HandoffReceiver, PagePromised
 from decode.peers import PeerTable
 from kvstore.errors import Cancelled, GenlockError, PageFault, TransferError, TransferTimeout, Unavailable
@@ -26,7 +36,7 @@ from sim.steps import StepDriver
 from sim.worker import Work, Worker
 
 if TYPE_CHECKING:
-    from sim.world import Request, World
+    from sim.world import Places, Request, World
 
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
@@ -76,6 +86,8 @@ class DecodeWorker(Worker):
         self.registry = IncarnationRegistry()
         self.peers = PeerTable(self.engine, self.registry)
         self.requests: dict[int, Request] = {}
+        self.places: dict[int, Places] = {}  # who computes each request, as this worker was told
+        self.asked_ms: dict[int, int] = {}  # preempted ones that wait for that, since when in true time
         self.stages: dict[int, str] = {}  # how far each request has come, for the coverage
         self.attempts: dict[int, Attempt] = {}
         self.copies: list[Copy] = []  # not yet quiet
@@ -90,10 +102,10 @@ class DecodeWorker(Worker):
 
     def told_work(self) -> Work:
         owed: Counter[str] = Counter()
-        for number, request in self.requests.items():
+        for number, places in self.places.items():
             held = self.core.request(number)
-            if held is not None and not held.joined and request.route is not None:
-                owed[request.route.prefill.name] += 1
+            if held is not None and not held.joined and held.routed:
+                owed[places.prefill.name] += 1
         return Work(self.core.running, self.core.waiting, owed=owed)
 
     def cut(self) -> None:
@@ -119,7 +131,7 @@ class DecodeWorker(Worker):
 
     # --- callers ----------------------------------------------------------------------------------------------------
 
-    def on_submit(self, request: Request) -> None:
+    def on_submit(self, request: Request, places: Places) -> None:
         world = self.world
         try:
             self.admission.require()
@@ -128,9 +140,19 @@ class DecodeWorker(Worker):
             world.tally.reasons[error.reason] += 1
             world.on_end(request, error)
             return
-        self.requests[number] = request
+        self.requests[number], self.places[number] = request, places
         self.stages[number] = "waiting"
         request.at_decode = (self, self.life, number)
+        self.steps.kick()
+
+    def on_assigned(self, number: int, attempt: int, answer: Places | GenlockError) -> None:
+        """A gateway's answer: who computes a preempted request again, or why nobody does."""
+        if isinstance(answer, GenlockError):
+            self.deliver(self.core.refused(number, attempt, answer))
+        elif self.core.assigned(number, attempt):
+            self.world.tally.meet("request", self.stages[number], "assigned")
+            self.places[number] = answer
+            del self.asked_ms[number]
         self.steps.kick()
 
     def abandon(self, request_no: int) -> None:
@@ -154,10 +176,10 @@ class DecodeWorker(Worker):
                 attempt.close()
             if isinstance(outcome, Preempted):
                 world.tally.reasons["preempted"] += 1
-                request.preempted = True
                 self.stages[number] = "waiting"
                 continue
-            del self.requests[number], self.stages[number]
+            del self.requests[number], self.stages[number], self.places[number]
+            self.asked_ms.pop(number, None)
             error = None if isinstance(outcome, Finished) else outcome.error
             if error is not None:
                 world.tally.reasons[error.reason] += 1
@@ -168,9 +190,12 @@ class DecodeWorker(Worker):
     def turn(self) -> StepPlan | None:
         self.housekeeping()
         for start in self.core.admit(self.now):
-            route = self.requests[start.request_no].route
-            assert route is not None, "it came by a route"
-            attempt = Attempt(self, start, route.prefill, route.prefill_endpoint)
+            if isinstance(start, PrefillWanted):
+                self.asked_ms[start.request_no] = self.world.heap.now_ms
+                self.world.ask(self.requests[start.request_no], start.attempt)
+                continue
+            places = self.places[start.request_no]
+            attempt = Attempt(self, start, places.prefill, places.prefill_endpoint)
             self.attempts[start.request_no] = attempt
             self.stages[start.request_no] = "handoff"
             attempt.open()

@@ -9,7 +9,10 @@ from dataclasses import dataclass, fields, replace
 ARMED_SHARE = 0.25  # chance that a site is armed in a seed
 CALM_SHARE = 0.06  # chance that a seed has no fault at all
 _RATES = (0.005, 0.02, 0.06)
-_SELDOM = frozenset(("drain_lost", "start_fails", "end_unheard", "clock_skew"))  # few opportunities in a run
+_SELDOM = frozenset((
+    "drain_lost", "start_fails", "end_unheard", "clock_skew", "assign_lost", "assign_late", "assign_twice",
+    "assigned_leaves",
+))  # few opportunities in a run  # fmt: skip
 _SELDOM_RATES = (0.1, 0.2, 0.5)
 
 
@@ -59,6 +62,11 @@ class Faults:
     client_repeat: float = 0.0
     short_deadline: float = 0.0
     gateway_death: float = 0.0
+    # a gateway that is asked who computes a preempted request again
+    assign_lost: float = 0.0
+    assign_late: float = 0.0
+    assign_twice: float = 0.0
+    assigned_leaves: float = 0.0
     # processes and network
     prefill_crash: float = 0.0
     decode_crash: float = 0.0

@@ -11,13 +11,13 @@ from cluster.gateway.fleet import Claim, Fleet, FleetPolicy, Ledger, release_all
 from cluster.gateway.watch import View, follow
 from cluster.registry.records import Desired, WorkerRecord
 from cluster.roles import Role
-from cluster.router import Route, WorkerView, route_many
+from cluster.router import Route, WorkerView, another_prefill, route_many, same_layout
 from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, GenlockError, Unavailable
 
 if TYPE_CHECKING:
     from sim.worker import Worker
-    from sim.world import Request, World
+    from sim.world import Places, Request, World
 
 POLL_MS = 20
 STATUS_TIMEOUT_MS = 15  # less than POLL_MS: a round is over before the next one begins
@@ -128,10 +128,58 @@ class Gateway:
         prefill = self.ledger.claim(chosen.prefill.worker_id, request.ticket.prompt_tokens)
         self._claims[request.number] = decode, prefill
 
-    def on_first_token(self, request: Request) -> None:
+    def on_computed(self, request: Request) -> None:
         claims = self._claims.get(request.number)
         if claims is not None:
             claims[1].release()
+
+    def on_wanted(self, request: Request, life: int, attempt: int) -> None:
+        """A decode worker asks who computes a preempted request again. What it is told may come late, twice, never."""
+        world, dice = self.world, self.world.dice
+        if request.ended or not self.alive or life != self.life or dice.hit("assign_lost"):
+            return
+        assert request.at_decode is not None
+        decode, _, number = request.at_decode
+        answer = self._another(request)
+        for _ in range(2 if dice.hit("assign_twice") else 1):
+            late_ms = dice.stream("assign_late/by").randrange(300) if dice.hit("assign_late") else 0
+            decode.later(1 + late_ms, "assign", decode.on_assigned, number, attempt, answer)
+        if not isinstance(answer, GenlockError) and dice.hit("assigned_leaves"):
+            world.mischief.leave_soon(answer.prefill)
+
+    def _another(self, request: Request) -> Places | GenlockError:
+        claim, before = self._claims[request.number], request.route
+        assert before is not None, "it came by a route"
+        claim[1].release()
+        views = self.fleet.view(self.ledger.loads)
+        try:
+            chosen = another_prefill(views, before.decode.name, before.prefill.name)
+        except GenlockError as error:
+            self.world.tally.reasons[error.reason] += 1
+            return error
+        kept = chosen.worker_id == before.prefill.name
+        request.last_resort = not chosen.ready
+        self.world.tally.reasons["recompute_kept" if kept else "recompute_moved"] += 1
+        self._judge_another(views, before, chosen, kept)
+        self._claims[request.number] = claim[0], self.ledger.claim(chosen.worker_id, request.ticket.prompt_tokens)
+        request.route = self.world.places(before, chosen)
+        request.awaits = True
+        return request.route
+
+    def _judge_another(self, views: tuple[WorkerView, ...], before: Places, chosen: WorkerView, kept: bool) -> None:
+        decode = next((view for view in views if view.worker_id == before.decode.name), None)
+        if chosen.ready:
+            self._judge_told(chosen)
+        else:  # its own one that drains: nobody else may serve
+            ready = [view for view in views if view.role is Role.PREFILL and view.ready]
+            others = [view.worker_id for view in ready if decode is None or same_layout(decode, view)]
+            if not kept or others:
+                self.world.laws.broken("routed_to_cordoned", f"{self.name} to {chosen.worker_id}, not {others}")
+        if decode is None:
+            return
+        self._judge_layouts(decode, chosen)
+        if not kept and chosen.outstanding_requests < chosen.request_limit:
+            self._judge_even(views, chosen, Route(decode, chosen))
 
     def on_end(self, request: Request, error: GenlockError | None) -> None:
         release_all(self._claims.pop(request.number, ()))
@@ -139,20 +187,28 @@ class Gateway:
             self._look_again()
 
     def _judge(self, views: tuple[WorkerView, ...], chosen: list[Route]) -> None:
-        laws = self.world.laws
         for route in chosen:
             for view in (route.decode, route.prefill):
-                why = "cordoned" if view.worker_id in self.cordons[1] else self.told.get(view.worker_id)
-                if why is not None:
-                    laws.broken("routed_to_cordoned", f"{self.name} to {view.worker_id}, which is {why}")
-            ours, theirs = route.decode.layout_fingerprint, route.prefill.layout_fingerprint
-            if ours and theirs and ours != theirs:
-                laws.broken("routed_across_layouts", f"{self.name}: {ours} and {theirs}")
+                self._judge_told(view)
+            self._judge_layouts(route.decode, route.prefill)
         # The second answer of one request already sees the load of the first.
         for view in (chosen[0].decode, chosen[0].prefill):
-            loads = {v.worker_id: self._outstanding(v) for v in views if self._alike(v, view, chosen[0])}
-            if loads[view.worker_id] > min(loads.values()):
-                laws.broken("routed_unevenly", f"{self.name} to {view.worker_id}: {loads}")
+            self._judge_even(views, view, chosen[0])
+
+    def _judge_told(self, view: WorkerView) -> None:
+        why = "cordoned" if view.worker_id in self.cordons[1] else self.told.get(view.worker_id)
+        if why is not None:
+            self.world.laws.broken("routed_to_cordoned", f"{self.name} to {view.worker_id}, which is {why}")
+
+    def _judge_layouts(self, decode: WorkerView, prefill: WorkerView) -> None:
+        ours, theirs = decode.layout_fingerprint, prefill.layout_fingerprint
+        if ours and theirs and ours != theirs:
+            self.world.laws.broken("routed_across_layouts", f"{self.name}: {ours} and {theirs}")
+
+    def _judge_even(self, views: tuple[WorkerView, ...], view: WorkerView, route: Route) -> None:
+        loads = {v.worker_id: self._outstanding(v) for v in views if self._alike(v, view, route)}
+        if loads[view.worker_id] > min(loads.values()):
+            self.world.laws.broken("routed_unevenly", f"{self.name} to {view.worker_id}: {loads}")
 
     def _alike(self, other: WorkerView, view: WorkerView, route: Route) -> bool:
         """Whether `other` could have been chosen instead."""
@@ -170,7 +226,7 @@ class Gateway:
                 continue
             if request.route.decode.name == view.worker_id:
                 tokens += request.most_tokens
-            elif request.route.prefill.name == view.worker_id and not request.tokens:
+            elif request.route.prefill.name == view.worker_id and request.awaits:
                 tokens += request.ticket.prompt_tokens
         return tokens
 

@@ -69,7 +69,11 @@ def draw_shape(seed: int) -> Shape:
             context_tokens=context_tokens,
         ),
         decode_limits=DecodeLimits(
-            max_running=rng.choice((2, 4, 8)), max_preemptions=rng.choice((0, 2, 4)), context_tokens=context_tokens
+            max_running=rng.choice((2, 4, 8)),
+            max_preemptions=rng.choice((0, 2, 4)),
+            context_tokens=context_tokens,
+            assign_ms=150,
+            hold_ms=20,
         ),
         max_copy_delay_ms=rng.choice((5, 40, 120)),
         gateways=rng.choice((1, 2, 3)),

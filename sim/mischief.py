@@ -106,6 +106,14 @@ class Mischief:
             self._rude(rng.choice(world.workers))
         world.heap.after(PERIOD_MS, "mischief", self._turn)
 
+    def leave_soon(self, prefill: PrefillWorker) -> None:
+        """The worker that was just named for a preempted request goes: by a drain with enough time, or a crash."""
+        rng = self._dice.stream("assigned_leaves/how")
+        if rng.random() < 0.7:
+            self._world.controller.drain_gently(prefill)
+        else:
+            prefill.later(rng.randrange(30), "crash", self._crash, prefill)
+
     def _fleet(self) -> None:
         """Operators at work, and a list that nobody can read for a while."""
         world, dice, rng, controller = self._world, self._dice, self._rng, self._world.controller

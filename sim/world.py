@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cluster.control.core import unsettled
-from cluster.router import Route
+from cluster.router import Route, WorkerView
 from decode.core import DecodeLimits
 from kvstore.checks import Checks
 from kvstore.digest import Digester
@@ -83,7 +83,8 @@ class Request:
     error: GenlockError | None = None
     route: Places | None = None
     at_decode: tuple[DecodeWorker, int, int] | None = None
-    preempted: bool = False
+    awaits: bool = True  # the next token comes from a prefill worker
+    last_resort: bool = False  # of preemption: a worker that drains, since no other was there
 
     @property
     def most_tokens(self) -> int:
@@ -299,21 +300,33 @@ class World:
         return request
 
     def _open(self, wish: Wish, request: Request, route: Route) -> None:
-        decode, prefill = self.worker(route.decode.worker_id), self.worker(route.prefill.worker_id)
+        decode = self.worker(route.decode.worker_id)
         assert isinstance(decode, DecodeWorker)
-        assert isinstance(prefill, PrefillWorker)
-        lives = (decode.name, decode.life), (prefill.name, prefill.life)
-        request.route = Places(decode, route.decode.endpoint, prefill, route.prefill.endpoint, lives)
+        request.route = self._with_prefill(decode, route.decode.endpoint, decode.life, route.prefill)
         self.heap.after(SUBMIT_MS, "submit", self._submit, request, request.route)
         if self.dice.hit("client_cancel"):
             for _ in range(2 if self.dice.hit("cancel_twice") else 1):
                 self.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
 
+    def _with_prefill(self, decode: DecodeWorker, endpoint: str, life: int, chosen: WorkerView) -> Places:
+        prefill = self.worker(chosen.worker_id)
+        assert isinstance(prefill, PrefillWorker)
+        lives = (decode.name, life), (prefill.name, prefill.life)
+        return Places(decode, endpoint, prefill, chosen.endpoint, lives)
+
+    def places(self, before: Places, chosen: WorkerView) -> Places:
+        """The same decode worker, with another prefill worker."""
+        return self._with_prefill(before.decode, before.decode_endpoint, before.lives[0][1], chosen)
+
+    def ask(self, request: Request, attempt: int) -> None:
+        """A decode worker's question travels to the gateway that sent the request."""
+        self.heap.after(SUBMIT_MS, "ask", request.gateway.on_wanted, request, request.gateway_life, attempt)
+
     def _submit(self, request: Request, route: Places) -> None:
         if request.ended:  # its gateway died
             return
         if route.decode.alive and route.decode.endpoint == route.decode_endpoint:
-            route.decode.on_submit(request)
+            route.decode.on_submit(request, route)
         else:
             self.on_end(request, Unavailable("decode_unreachable", "no decode worker answers"))
 
@@ -327,8 +340,9 @@ class World:
         laws, index = self.laws, len(request.tokens)
         laws.require(not request.ended, "token_after_end", f"request {request.number}")
         request.tokens.append(token)
-        if index == 0 and request.gateway_life == request.gateway.life:
-            request.gateway.on_first_token(request)
+        if request.awaits and request.gateway_life == request.gateway.life:
+            request.gateway.on_computed(request)
+        request.awaits = False
         self.heap.note(f"{request.number}:{token}")
         wanted = request.oracle.answer(index)
         if token != wanted:

@@ -32,19 +32,30 @@ MAX_MESSAGE_TOKENS = 8_192
 # What other events weigh beside a token: an error's message may be long.
 EVENT_TOKENS = 64
 
-Told = SampledToken | worker_pb2.DecodeStarted | worker_pb2.DecodeFinished | GenlockError
+# What may be followed by more of the same request.
+Going = SampledToken | worker_pb2.DecodeStarted | worker_pb2.PrefillWanted
+Told = Going | worker_pb2.DecodeFinished | GenlockError
 Tell = Callable[[Told], None]
-Cancel = Callable[[], None]
-# Queues one request and returns what cancels it. Raises GenlockError; `tell` may be called from any thread.
-Start = Callable[[worker_pb2.DecodeRequest, Tell], Awaitable[Cancel]]
+
+
+@dataclass(frozen=True)
+class Handle:
+    """One request, as its session reaches it. Both have no effect on one that has ended."""
+
+    cancel: Callable[[], None]
+    assign: Callable[[worker_pb2.PrefillAssigned], None]
+
+
+# Queues one request. Raises GenlockError; `tell` may be called from any thread.
+Start = Callable[[worker_pb2.DecodeRequest, Tell], Awaitable[Handle]]
 
 
 @dataclass
 class _Open:
-    """A request that has not ended. `cancel` None: it is still being started."""
+    """A request that has not ended. `handle` None: it is still being started."""
 
     task: asyncio.Task[None]
-    cancel: Cancel | None = None
+    handle: Handle | None = None
 
 
 class Session:
@@ -91,6 +102,10 @@ class Session:
                     self._submit(command.call_no, command.submit)
                 elif command.HasField("cancel"):
                     self._cut(command.call_no, Cancelled("cancelled", "the caller went away"))
+                elif command.HasField("assign"):
+                    one = self._open.get(command.call_no)
+                    if one is not None and one.handle is not None:  # what is being started has asked for nothing
+                        one.handle.assign(command.assign)
         finally:
             self.finish()
 
@@ -128,7 +143,7 @@ class Session:
     async def _begin(self, call_no: int, request: worker_pb2.DecodeRequest) -> None:
         tell = partial(self._tell, call_no)
         try:
-            cancel = await self._start(request, tell)
+            handle = await self._start(request, tell)
         except GenlockError as error:
             tell(error)
         except asyncio.CancelledError:
@@ -138,9 +153,9 @@ class Session:
         else:
             one = self._open.get(call_no)
             if one is not None and one.task is asyncio.current_task():
-                one.cancel = cancel
+                one.handle = handle
             else:
-                cancel()  # it was cut while it was being started; no effect on one that has ended by itself
+                handle.cancel()  # it was cut while it was being started; no effect on one that has ended by itself
 
     def _cut(self, call_no: int, error: GenlockError) -> None:
         """Ends a request from this side; no effect on one that has ended, which nobody need know yet."""
@@ -153,7 +168,7 @@ class Session:
 
     def _tell(self, call_no: int, told: Told) -> None:
         """From any thread. After a request's end nothing more is told of it."""
-        if isinstance(told, SampledToken | worker_pb2.DecodeStarted):
+        if isinstance(told, Going):
             if call_no in self._open:
                 self._put(call_no, told)
             return
@@ -170,8 +185,8 @@ class Session:
 
 
 def _stop(one: _Open) -> None:
-    if one.cancel is not None:
-        one.cancel()
+    if one.handle is not None:
+        one.handle.cancel()
     else:
         one.task.cancel()
 
@@ -201,6 +216,8 @@ def pack(outbox: deque[tuple[int, Told]], limit: int = MAX_MESSAGE_TOKENS) -> wo
             message.events.add(call_no=call_no, failed=to_status(told))
         elif isinstance(told, worker_pb2.DecodeStarted):
             message.events.add(call_no=call_no, started=told)
+        elif isinstance(told, worker_pb2.PrefillWanted):
+            message.events.add(call_no=call_no, prefill_wanted=told)
         else:
             message.events.add(call_no=call_no, finished=told)
     message.call_nos.extend(call_nos)

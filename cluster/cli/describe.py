@@ -25,8 +25,8 @@ Examples:
   genlock describe 3f9c0a1b22d4e5f6 -o json
 
 \b
-A request is found by the id that the server gave it, or by the client's label, while it runs and for a while after, in
-the gateway that served it."""
+A request is found by the id that the server gave it, or by the client's label, while it runs and for a while after,
+whichever gateway serves it. Exit code 3: none of those that answered knows it, and some did not answer."""
 )
 @click.argument("name", metavar="WORKER|REQUEST")
 @operator_options
@@ -86,8 +86,15 @@ def request_tables(answer: pb.DescribeRequestResponse, _wide: bool) -> list[Tabl
         ("id", one.server_id), ("label", one.request_id), ("tenant", one.tenant),
         ("outcome", answer.outcome or f"running ({one.phase})"), ("message", answer.message), ("age", age(one.age_ms)),
         ("prompt tokens", one.prompt_tokens), ("generated tokens", one.completion_tokens),
-        ("decode", one.decode_worker), ("prefill", one.prefill_worker),
+        ("decode", one.decode_worker), ("prefill", one.prefill_worker), ("gateway", one.gateway),
     ]  # fmt: skip
     if answer.HasField("verification"):
         lines += [(name.replace("_", " "), value) for name, value in render.as_dict(answer.verification).items()]
-    return [("", ("field", "value"), [line for line in lines if line[1] != ""])]
+    found: list[Table] = [("", ("field", "value"), [line for line in lines if line[1] != ""])]
+    if answer.recomputes:
+        again: list[tuple[object, ...]] = [
+            (age(told.after_ms), told.index, told.from_worker, told.to_worker or told.reason)
+            for told in answer.recomputes
+        ]
+        found.append(("Preempted, and computed again", ("after", "answer", "prefill was", "prefill is"), again))
+    return found

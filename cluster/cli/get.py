@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from cluster.cli.main import UNREACHABLE
 from cluster.cli.operate import age, call, fleet_tables, operator_options, show
 
 if TYPE_CHECKING:
@@ -29,12 +30,16 @@ Examples:
 @operator_options
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Most requests shown.")
 def command(kind: str, endpoint: str | None, token: str | None, timeout_s: float, output: str, limit: int) -> int:
-    """Lists what there is. `requests` are those of the gateway that answers; prompts and answers are never shown."""
+    """Lists what there is. `requests` are those of all gateways; prompts and answers are never shown. Exit code 3: some
+    gateway did not answer; it is named."""
     from genlock.v1 import operator_pb2 as pb
 
     if kind == "requests":
         answer = call(endpoint, token, timeout_s, "ListRequests", pb.ListRequestsRequest(limit=limit))
         show(answer, output, request_tables)
+        if answer.unreached:
+            tell_unreached(answer.unreached)
+            return UNREACHABLE
     elif kind == "nodes":
         show(call(endpoint, token, timeout_s, "ListNodes", pb.ListNodesRequest()), output, node_tables)
     else:
@@ -45,18 +50,26 @@ def command(kind: str, endpoint: str | None, token: str | None, timeout_s: float
 
 def request_tables(answer: pb.ListRequestsResponse, wide: bool) -> list[Table]:
     columns = ["id", "label", "tenant", "phase", "age", "prompt", "generated", "decode", "prefill"]
+    several = len({one.gateway for one in answer.requests}) > 1
+    if wide or several:
+        columns.append("gateway")
     if wide:
         columns.append("deadline in")
     rows = [
         [
             one.server_id, one.request_id, one.tenant, one.phase, age(one.age_ms), one.prompt_tokens,
             one.completion_tokens, one.decode_worker, one.prefill_worker,
-            *([age(one.deadline_left_ms)] if wide else []),
+            *([one.gateway] if wide or several else []), *([age(one.deadline_left_ms)] if wide else []),
         ]
         for one in answer.requests
     ]  # fmt: skip
     title = "" if len(rows) == answer.total else f"{len(rows)} of {answer.total} running requests, the oldest"
     return [(title, columns, rows)]
+
+
+def tell_unreached(unreached: Iterable[pb.UnreachedGateway]) -> None:
+    for one in unreached:
+        click.echo(f"gateway {one.gateway} did not answer: {one.reason}: {one.detail}", err=True)
 
 
 def node_tables(answer: pb.ListNodesResponse, _wide: bool) -> list[Table]:

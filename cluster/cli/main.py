@@ -77,7 +77,7 @@ class Unreachable(click.ClickException):
 # Reasons that say that nobody was reached. `prefill_unreachable` and the like are of one request: a gateway told them.
 UNREACHED = frozenset({
     "controller_not_serving", "controller_silent", "controller_unreachable", "kube_unreachable", "no_controller",
-    "peer_unreachable", "registry_unreachable",
+    "gateways_unreached", "peer_unreachable", "registry_unreachable",
 })  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
 from cluster.gateway.sessions import DecodeCall, Token
@@ -27,7 +28,20 @@ class ChoiceSpec:
     sampling: SamplingParams
     prompt_tokens: int
     decode_worker: str
-    prefill_worker: str
+
+
+class Seat(Protocol):
+    """The answer's prefill worker, as it is now."""
+
+    @property
+    def worker(self) -> str: ...
+
+    @property
+    def waiting(self) -> bool:
+        """No token has come since the worker was chosen."""
+        ...
+
+    def computed(self) -> None: ...
 
 
 class Choice:
@@ -41,7 +55,7 @@ class Choice:
         checks: StreamChecks,
         now_ms: Callable[[], float],
         received_ms: float,
-        on_first_token: Callable[[], None],
+        seat: Seat,
     ) -> None:
         self._spec = spec
         self._call = call
@@ -49,7 +63,7 @@ class Choice:
         self._checks = checks
         self._now_ms = now_ms
         self._received_ms = received_ms
-        self._on_first_token = on_first_token
+        self._seat = seat
         hidden = frozenset(spec.sampling.stop_token_ids)
         self._text: ChoiceText[Token] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
         self._first_ms = 0.0
@@ -101,9 +115,10 @@ class Choice:
     def _take(self, tokens: Sequence[Token]) -> TextPiece:
         if tokens:
             self._last_ms = self._now_ms()
+            if self._seat.waiting:
+                self._seat.computed()
             if not self._first_ms:
                 self._first_ms = self._last_ms
-                self._on_first_token()
         return self._text.push(tokens)
 
     def _message(self, piece: TextPiece) -> pb.GenerateResponse:
@@ -140,7 +155,7 @@ class Choice:
         finished.finish_reason = reason
         finished.matched_stop = piece.matched_stop
         finished.decode_worker = self._spec.decode_worker
-        finished.prefill_worker = self._spec.prefill_worker
+        finished.prefill_worker = self._seat.worker
         finished.usage.prompt_tokens = self._spec.prompt_tokens
         finished.usage.completion_tokens = count
         times = finished.timings

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
 from types import MappingProxyType
 
 from cluster.roles import Role
-from cluster.router import WorkerView, proved, same_layout
+from cluster.router import WorkerView
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError, NotFound, Unavailable
 
@@ -40,6 +39,23 @@ class WorkerRecord:
     late_answers: int = 0
     # The last answer; None when unreachable.
     status: worker_pb2.WorkerStatus | None = None
+    # Of that answer: prefill workers from which pages arrived as they were sealed, with the life that this is said of.
+    # None: it needs no proof, or has told nothing.
+    passed: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class ProvedPeers(Container[str]):
+    """The peers of one decode worker whose present life has passed; asked, never listed."""
+
+    passed: Mapping[str, int]
+    workers: Mapping[str, WorkerRecord]
+
+    def __contains__(self, worker_id: object) -> bool:
+        record = self.workers.get(worker_id) if isinstance(worker_id, str) else None
+        if record is None or record.status is None:
+            return False
+        return self.passed.get(record.worker_id) == record.status.incarnation
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class Fleet:
             state, detail = WorkerState.DRAINING, "takes no new requests"
         elif status.step_age_ms > self.policy.stall_ms:
             state, detail = WorkerState.UNREACHABLE, f"its step loop has stood still for {status.step_age_ms} ms"
-        return self._with(replace(record, state=state, detail=detail, late_answers=0, status=status))
+        return self._with(replace(record, state=state, detail=detail, late_answers=0, status=status,
+                                  passed=_passed(record.passed, status)))  # fmt: skip
 
     def failed(self, worker_id: str, endpoint: str, error: GenlockError) -> Fleet:
         """A status call or a request could not reach the worker."""
@@ -89,8 +106,9 @@ class Fleet:
         if not isinstance(error, Unavailable) and late < self.policy.late_answers:
             return self._with(replace(record, late_answers=late))
         return self._with(
-            replace(record, state=WorkerState.UNREACHABLE, detail=error.message[:256], late_answers=late, status=None)
-        )
+            replace(record, state=WorkerState.UNREACHABLE, detail=error.message[:256], late_answers=late, status=None,
+                    passed=None)
+        )  # fmt: skip
 
     def checked(self, decode_id: str, endpoint: str, proof: worker_pb2.PeerProof) -> Fleet:
         """A decode worker told whether it may pull from one prefill worker."""
@@ -102,16 +120,12 @@ class Fleet:
         others = [peer for peer in status.peers if peer.worker_id != proof.worker_id]
         del status.peers[:]
         status.peers.extend([*others, proof])
-        return self._with(replace(record, status=status))
+        return self._with(replace(record, status=status, passed=_passed(record.passed, status)))
 
-    def unproved(self) -> tuple[tuple[WorkerRecord, WorkerRecord], ...]:
-        """Pairs (decode, prefill) that are ready, have one layout and still owe an exchange of a page for the present
-        life of the prefill worker's pool."""
-        return tuple(
-            (self.workers[decode.worker_id], self.workers[prefill.worker_id])
-            for decode, prefill in self._pairs()
-            if not proved(decode, prefill)
-        )
+    def ready(self) -> Iterator[WorkerRecord]:
+        """Workers that may be chosen: they answer, and nobody has cordoned them."""
+        ready = WorkerState.READY
+        return (one for one in self.workers.values() if one.state is ready and one.worker_id not in self.cordoned)
 
     def failing(self) -> tuple[tuple[str, worker_pb2.PeerProof], ...]:
         """Decode workers with what they said of each present prefill worker whose exchange did not pass."""
@@ -128,11 +142,27 @@ class Fleet:
     def serving(self) -> bool:
         """True when a request can be served at all. Where no two ready workers have one layout, routing says so.
 
-        Asked with every answer of every worker: it stops at the first pair that serves.
+        Asked with every answer of every worker: it goes through workers, never through pairs, and stops at the first
+        pair that serves.
         """
-        if {worker.role for worker in self._ready} != set(Role):
+        decoders: list[WorkerRecord] = []
+        prefillers: dict[str, WorkerRecord] = {}
+        for record in self.ready():
+            if record.role is Role.DECODE:
+                decoders.append(record)
+            else:
+                prefillers[record.worker_id] = record
+        if not decoders or not prefillers:
             return False
-        return any(proved(*pair) for pair in self._pairs()) or next(self._pairs(), None) is None
+        layouts = {layout_of(prefill) for prefill in prefillers.values()}
+        alike = False
+        for decode in decoders:
+            if not any(_fit(layout_of(decode), layout) for layout in layouts):
+                continue
+            alike = True
+            if decode.passed is None or self._proved_one(decode, prefillers):
+                return True
+        return not alike
 
     def get(self, worker_id: str) -> WorkerRecord:
         try:
@@ -141,30 +171,15 @@ class Fleet:
             known = ", ".join(sorted(self.workers)) or "none"
             raise NotFound("unknown_worker", f"no worker {worker_id[:64]!r}; known: {known}") from None
 
-    @cached_property
-    def _ready(self) -> tuple[WorkerView, ...]:
-        return tuple(worker for worker in self.view({}) if worker.ready)
-
-    def _pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
-        decoders = [worker for worker in self._ready if worker.role is Role.DECODE]
-        prefillers = [worker for worker in self._ready if worker.role is Role.PREFILL]
-        return ((d, p) for d in decoders for p in prefillers if same_layout(d, p))
-
-    @cached_property
-    def _proved(self) -> Mapping[str, frozenset[str] | None]:
-        """By worker: names of those whose present life has passed; None where a worker needs no proof."""
-        known = {record.worker_id: record.status for record in self.workers.values() if record.status is not None}
-        present = {worker_id: status.incarnation for worker_id, status in known.items()}
-        return {
-            worker_id: frozenset(
-                proof.worker_id
-                for proof in status.peers
-                if proof.passed and proof.incarnation == present.get(proof.worker_id)
-            )
-            if status.proves_peers
-            else None
-            for worker_id, status in known.items()
-        }
+    def _proved_one(self, decode: WorkerRecord, prefillers: Mapping[str, WorkerRecord]) -> bool:
+        """Whether it may pull from one of these."""
+        for worker_id, incarnation in (decode.passed or {}).items():
+            prefill = prefillers.get(worker_id)
+            if prefill is None or prefill.status is None or prefill.status.incarnation != incarnation:
+                continue
+            if _fit(layout_of(decode), layout_of(prefill)):
+                return True
+        return False
 
     def _with(self, record: WorkerRecord) -> Fleet:
         return replace(self, workers=MappingProxyType({**self.workers, record.worker_id: record}))
@@ -178,9 +193,27 @@ class Fleet:
             outstanding_tokens=load.tokens,
             outstanding_requests=load.requests,
             request_limit=self.policy.request_limit,
-            layout_fingerprint=record.status.layout_fingerprint if record.status is not None else "",
-            proved_peers=self._proved.get(record.worker_id),
+            layout_fingerprint=layout_of(record),
+            proved_peers=None if record.passed is None else ProvedPeers(record.passed, self.workers),
+            answers=record.state is not WorkerState.UNREACHABLE,
         )
+
+
+def layout_of(record: WorkerRecord) -> str:
+    """Empty: not known."""
+    return record.status.layout_fingerprint if record.status is not None else ""
+
+
+def _fit(ours: str, theirs: str) -> bool:
+    return not ours or not theirs or ours == theirs
+
+
+def _passed(before: Mapping[str, int] | None, status: worker_pb2.WorkerStatus) -> Mapping[str, int] | None:
+    """The same object as before while it says the same, so that whoever compares is done at once."""
+    if not status.proves_peers:
+        return None
+    now = {proof.worker_id: proof.incarnation for proof in status.peers if proof.passed}
+    return before if before == now else MappingProxyType(now)
 
 
 class Ledger:

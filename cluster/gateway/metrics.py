@@ -75,6 +75,8 @@ EXPECTED = (
     (Outcome.SHED, "gateway_full"),
     (Outcome.FAILED, "internal"),
 )
+# The worker that it had, another one, or nobody.
+RECOMPUTED = ("kept", "moved", "none")
 
 
 class GatewayMetrics:
@@ -82,6 +84,7 @@ class GatewayMetrics:
 
     def __init__(self, read: Callable[[], GatewayReading]) -> None:
         self._ended: Count[tuple[Outcome, str]] = Count(dict.fromkeys(EXPECTED, 0))
+        self._recomputed: Count[str] = Count(dict.fromkeys(RECOMPUTED, 0))
         self._times = {
             name: Histogram(f"genlock_request_{name}_seconds", doc, buckets=SECONDS, registry=None)
             for name, doc in _TIMES.items()
@@ -90,7 +93,7 @@ class GatewayMetrics:
             name: Counter(f"genlock_request_{name}_tokens", doc, registry=None) for name, doc in _TOKENS.items()
         }
         counted = (*self._times.values(), *self._tokens.values())
-        self.registry: CollectorRegistry = new_registry(_GatewayCollector(read, self._ended, counted))
+        self.registry: CollectorRegistry = new_registry(_GatewayCollector(read, self._ended, self._recomputed, counted))
 
     def ended(self, error: GenlockError | None, total_ms: float) -> tuple[Outcome, str]:
         """A request has ended: counted once, whatever happened. Returns how."""
@@ -101,6 +104,10 @@ class GatewayMetrics:
         if outcome is Outcome.OK:
             self._times["duration"].observe(total_ms / MS)
         return outcome, cause
+
+    def recomputed(self, result: str) -> None:
+        """A preempted answer asked for a prefill worker anew. `result`: one of RECOMPUTED."""
+        self._recomputed[result] += 1
 
     def first_token(self, after_ms: float) -> None:
         """An answer's first token has come."""
@@ -146,10 +153,12 @@ class _GatewayCollector(Collector):
         self,
         read: Callable[[], GatewayReading],
         ended: Mapping[tuple[Outcome, str], int],
+        recomputed: Mapping[str, int],
         counted: tuple[Collector, ...],
     ) -> None:
         self._read = read
         self._ended = ended
+        self._recomputed = recomputed
         self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
@@ -161,6 +170,13 @@ class _GatewayCollector(Collector):
         for (outcome, cause), count in dict(self._ended).items():
             requests.add_metric((outcome.value, cause), count)
         yield requests
+        recomputes = CounterMetricFamily(
+            "genlock_recomputes", "Preempted answers that asked for a prefill worker anew, by who it was.",
+            labels=("result",),
+        )  # fmt: skip
+        for result, count in dict(self._recomputed).items():
+            recomputes.add_metric((result,), count)
+        yield recomputes
         yield GaugeMetricFamily("genlock_running_requests", "Requests that run in this gateway.", reading.running)
         yield GaugeMetricFamily(
             "genlock_waiting_requests", "Of these, requests for which all workers are full.", reading.waiting

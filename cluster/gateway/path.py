@@ -18,9 +18,9 @@ from typing import Protocol
 
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
-from cluster.gateway.fleet import Claim
 from cluster.gateway.identity import Caller, user
 from cluster.gateway.running import RequestFacts, Running
+from cluster.gateway.seat import PrefillSeat
 from cluster.gateway.state import GatewayState
 from cluster.gateway.steering import Steering, steering
 from cluster.router import Route, route_many
@@ -178,14 +178,14 @@ class RequestPath:
         first = placed[0][0]
         admitted.facts.routed(first.decode.worker_id, first.prefill.worker_id, len(admitted.token_ids))
         choices = []
-        for index, (chosen, prefill_claim) in enumerate(placed):
-            choice = self._open_choice(admitted, index, chosen, prefill_claim)
+        for index, (chosen, seat) in enumerate(placed):
+            choice = self._open_choice(admitted, index, chosen, seat)
             cleanup.callback(choice.cancel)
             choices.append(choice)
         return choices
 
-    def _claim(self, admitted: Admitted, cleanup: ExitStack) -> list[tuple[Route, Claim]]:
-        """Workers for every answer, and their load taken: each route with its claim on prefill. All or nothing."""
+    def _claim(self, admitted: Admitted, cleanup: ExitStack) -> list[tuple[Route, PrefillSeat]]:
+        """Workers for every answer, and their load taken: each route with its seat at prefill. All or nothing."""
         state = self._state
         prompt_tokens, most = len(admitted.token_ids), len(admitted.token_ids) + admitted.sampling.max_tokens
         retry_after_ms = state.config.api.retry_after_ms
@@ -207,14 +207,15 @@ class RequestPath:
                 retry_after_ms=retry_after_ms,
             ) from nobody
         placed = []
-        for chosen in routes:
-            cleanup.callback(state.ledger.claim(chosen.decode.worker_id, most).release)
-            prefill_claim = state.ledger.claim(chosen.prefill.worker_id, prompt_tokens)
-            cleanup.callback(prefill_claim.release)
-            placed.append((chosen, prefill_claim))
+        for index, chosen in enumerate(routes):
+            decode, prefill = chosen.decode.worker_id, chosen.prefill.worker_id
+            cleanup.callback(state.ledger.claim(decode, most).release)
+            seat = PrefillSeat(state, admitted.facts, index, decode, prefill, prompt_tokens)
+            cleanup.callback(seat.release)
+            placed.append((chosen, seat))
         return placed
 
-    def _open_choice(self, admitted: Admitted, index: int, chosen: Route, prefill_claim: Claim) -> Choice:
+    def _open_choice(self, admitted: Admitted, index: int, chosen: Route, seat: PrefillSeat) -> Choice:
         state, info = self._state, self._state.served.info
         sampling = replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index))
         ticket = worker_pb2.Ticket(
@@ -240,21 +241,15 @@ class RequestPath:
             sampling=sampling,
             prompt_tokens=len(admitted.token_ids),
             decode_worker=chosen.decode.worker_id,
-            prefill_worker=chosen.prefill.worker_id,
         )
-
-        def first_token() -> None:
-            prefill_claim.release()
-            state.metrics.first_token(state.sources.now_ms() - admitted.facts.received_ms)
-
         return Choice(
             spec,
-            state.open_decode(chosen.decode.endpoint, request),
+            state.open_decode(chosen.decode.endpoint, request, seat.another),
             state.served.tokenizer,
             state.checks,
             state.sources.now_ms,
             admitted.facts.received_ms,
-            on_first_token=first_token,
+            seat,
         )
 
 

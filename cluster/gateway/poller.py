@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from cluster.gateway.fleet import WorkerRecord
+from cluster.gateway.pairs import Pairs
 from cluster.gateway.state import GatewayState
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError
@@ -38,6 +39,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self._checks: dict[Pair, asyncio.Task[None]] = {}
         self._failed: dict[Pair, Failed] = {}
+        self._pairs = Pairs()
 
     @property
     def checking(self) -> bool:
@@ -78,15 +80,21 @@ class Poller:
 
     def _check_pairs(self) -> None:
         now_ms = self._state.sources.now_ms()
-        owed = {_pair(decode, prefill): (decode, prefill) for decode, prefill in self._state.fleet.unproved()}
-        self._failed = {pair: failed for pair, failed in self._failed.items() if pair in owed}
-        for pair, (decode, prefill) in owed.items():
+        pairs = self._pairs
+        pairs.look(self._state.fleet)
+        self._failed = {pair: failed for pair, failed in self._failed.items() if pairs.owes(*pair)}
+        if len(self._checks) >= MAX_CHECKS:
+            return
+        for decode, prefill in pairs.owed():
+            pair = _pair(decode, prefill)
             failed = self._failed.get(pair)
-            if len(self._checks) >= MAX_CHECKS or pair in self._checks or (failed and failed.retry_at_ms > now_ms):
+            if pair in self._checks or (failed and failed.retry_at_ms > now_ms):
                 continue
             task = asyncio.create_task(self._check(pair, decode, prefill), name=f"check {pair[0]} and {pair[1]}")
             self._checks[pair] = task
             task.add_done_callback(lambda _task, pair=pair: self._checks.pop(pair, None))  # type: ignore[misc] # default
+            if len(self._checks) >= MAX_CHECKS:
+                return
 
     async def _check(self, pair: Pair, decode: WorkerRecord, prefill: WorkerRecord) -> None:
         state = self._state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from genlock.v1 import inference_pb2
 from genlock.v1 import operator_pb2 as pb
@@ -12,6 +12,7 @@ from kvstore.errors import GenlockError
 
 MAX_ENDED = 512
 MAX_LABEL_CHARS = 128
+MAX_RECOMPUTES = 32
 
 
 @dataclass
@@ -27,11 +28,21 @@ class RequestFacts:
     prefill_worker: str = ""
     phase: str = "queued"
     verification: inference_pb2.Verification | None = None
+    preemptions: int = 0
+    recomputes: list[pb.Recompute] = field(default_factory=list)
 
     def routed(self, decode_worker: str, prefill_worker: str, prompt_tokens: int) -> None:
         self.decode_worker, self.prefill_worker = decode_worker, prefill_worker
         self.prompt_tokens = prompt_tokens
         self.phase = "prefill"
+
+    def recomputed(self, told: pb.Recompute) -> None:
+        """An answer was preempted. `prefill_worker` is the first answer's, as at the start."""
+        self.preemptions += 1
+        if len(self.recomputes) < MAX_RECOMPUTES:
+            self.recomputes.append(told)
+        if told.index == 0 and told.to_worker:
+            self.prefill_worker = told.to_worker
 
     def progressed(self, message: inference_pb2.GenerateResponse) -> bool:
         """A message of one of its answers; whether it is that answer's last."""
@@ -74,6 +85,7 @@ class EndedRequests:
             request=running_message(running, now_ms),
             outcome="ok" if error is None else error.reason,
             message="" if error is None else error.message[:512],
+            recomputes=running.facts.recomputes,
         )
         if running.facts.verification is not None:
             described.verification.CopyFrom(running.facts.verification)
@@ -89,7 +101,7 @@ class EndedRequests:
         return next((one for one in reversed(self._kept.values()) if one.request.request_id == request_id), None)
 
 
-def running_message(running: Running, now_ms: float) -> pb.RunningRequest:
+def running_message(running: Running, now_ms: float, gateway: str = "") -> pb.RunningRequest:
     facts = running.facts
     tenant, label = running.key
     return pb.RunningRequest(
@@ -103,4 +115,6 @@ def running_message(running: Running, now_ms: float) -> pb.RunningRequest:
         decode_worker=facts.decode_worker,
         prefill_worker=facts.prefill_worker,
         phase=facts.phase,
+        preemptions=facts.preemptions,
+        gateway=gateway,
     )

@@ -12,6 +12,7 @@ from cluster.gateway.credentials import Credentials
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.metrics import targets_of
 from cluster.gateway.operator import OperatorService
+from cluster.gateway.peers import peer_host
 from cluster.gateway.poller import Poller
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.service import InferenceService
@@ -96,6 +97,8 @@ class Gateway:
         self._server = server
         self._poller.start()
         self.endpoint = f"{host}:{port}"
+        reached = peer_host(host, self._config.api.peer_host)
+        self.state.peer_endpoint = f"{reached}:{port}" if reached else ""
         return self.endpoint
 
     def _listen(self, server: grpc.aio.Server, address: str) -> int:

@@ -18,9 +18,12 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import Cancelled, GenlockError, Unavailable
 from wire.calls import responses
 from wire.ending import end_tasks
-from wire.errors import from_status, surprise
+from wire.errors import from_status, surprise, to_status
 
 CALL_NO_BYTES = 8
+
+# Names a prefill worker for an attempt of a preempted request. Raises GenlockError where there is none.
+Assign = Callable[[int], worker_pb2.PrefillAssigned]
 
 
 class Token(NamedTuple):
@@ -46,10 +49,11 @@ class Stream(Protocol):
 class DecodeCall:
     """One request at a decode worker."""
 
-    __slots__ = ("_cancel", "_end", "_tokens", "_waiter", "call_no", "started")
+    __slots__ = ("_assign", "_cancel", "_end", "_tokens", "_waiter", "call_no", "started")
 
-    def __init__(self, call_no: int, cancel: Callable[[int], None]) -> None:
+    def __init__(self, call_no: int, cancel: Callable[[int], None], assign: Assign | None = None) -> None:
         self.call_no = call_no
+        self._assign = assign
         # What the handoff cost; there with the first token.
         self.started: worker_pb2.DecodeStarted | None = None
         self._cancel = cancel
@@ -77,6 +81,16 @@ class DecodeCall:
         """Tells the worker at once, without waiting; no effect on a request that has ended."""
         self._cancel(self.call_no)
 
+    def assign(self, attempt: int) -> worker_pb2.PrefillAssigned:
+        """What the worker is told that asks who computes this request again."""
+        try:
+            if self._assign is None:
+                raise Unavailable("prefill_not_assigned", "this request is not routed anew")
+            return self._assign(attempt)
+        except Exception as exc:
+            error = surprise(exc, "a prefill worker for a preempted request")
+            return worker_pb2.PrefillAssigned(attempt=attempt, refused=to_status(error))
+
     def put(self, token: Token) -> None:
         self._tokens.append(token)
         if self._waiter is not None:
@@ -98,9 +112,10 @@ class DecodeSession:
         """`open_stream`: a stub's Session. Starts at once; an unreachable worker shows in the requests."""
         self._open_stream = open_stream
         self._calls: dict[int, DecodeCall] = {}
-        # Both bounded by the requests that run in this gateway. A request that was not sent yet is cancelled by not
+        # All bounded by the requests that run in this gateway. A request that was not sent yet is cancelled by not
         # sending it.
         self._unsent: dict[int, worker_pb2.DecodeRequest] = {}
+        self._assigned: dict[int, worker_pb2.PrefillAssigned] = {}
         self._cancels: deque[int] = deque()
         self._to_send = asyncio.Event()
         self.over = False
@@ -109,11 +124,12 @@ class DecodeSession:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def submit(self, call_no: int, request: worker_pb2.DecodeRequest) -> DecodeCall:
-        """`call_no` is random; of one that is taken the next free one is used."""
+    def submit(self, call_no: int, request: worker_pb2.DecodeRequest, assign: Assign | None = None) -> DecodeCall:
+        """`call_no` is random; of one that is taken the next free one is used. `assign` None: once preempted, the
+        request ends as Unavailable."""
         while call_no in self._calls:
             call_no = (call_no + 1) % (1 << 8 * CALL_NO_BYTES)
-        call = self._calls[call_no] = DecodeCall(call_no, self._cancel)
+        call = self._calls[call_no] = DecodeCall(call_no, self._cancel, assign)
         self._unsent[call_no] = request
         self._to_send.set()
         return call
@@ -127,6 +143,7 @@ class DecodeSession:
         call = self._calls.pop(call_no, None)
         if call is not None:
             call.end(Cancelled("cancelled", "the call was cancelled on this side"))
+            self._assigned.pop(call_no, None)
             if self._unsent.pop(call_no, None) is None:
                 self._cancels.append(call_no)
                 self._to_send.set()
@@ -149,6 +166,7 @@ class DecodeSession:
     def _fail(self, error: GenlockError) -> None:
         self.over = True
         self._unsent.clear()
+        self._assigned.clear()
         self._cancels.clear()
         calls, self._calls = self._calls, {}
         for call in calls.values():
@@ -159,7 +177,7 @@ class DecodeSession:
         try:
             await stream.wait_for_connection()
             while True:
-                while self._unsent or self._cancels:
+                while self._unsent or self._cancels or self._assigned:
                     await stream.write(self._next_command())
                 self._to_send.clear()
                 await self._to_send.wait()
@@ -168,9 +186,12 @@ class DecodeSession:
             stream.cancel()
 
     def _next_command(self) -> worker_pb2.DecodeCommand:
-        """Cancels first: they make room."""
+        """Cancels first: they make room. Then what requests wait for that were admitted before."""
         if self._cancels:
             return worker_pb2.DecodeCommand(call_no=self._cancels.popleft(), cancel=worker_pb2.DecodeCancel())
+        if self._assigned:
+            call_no = next(iter(self._assigned))
+            return worker_pb2.DecodeCommand(call_no=call_no, assign=self._assigned.pop(call_no))
         call_no = next(iter(self._unsent))
         return worker_pb2.DecodeCommand(call_no=call_no, submit=self._unsent.pop(call_no))
 
@@ -197,6 +218,10 @@ class DecodeSession:
             return
         if kind == "started":
             call.started = event.started
+            return
+        if kind == "prefill_wanted":
+            self._assigned[call.call_no] = call.assign(event.prefill_wanted.attempt)
+            self._to_send.set()
             return
         del self._calls[call.call_no]
         if kind == "finished":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
@@ -16,9 +16,10 @@ from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.schemas import SchemaCheck
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
-from cluster.gateway.sessions import CALL_NO_BYTES, DecodeCall, DecodeSession
+from cluster.gateway.sessions import CALL_NO_BYTES, Assign, DecodeCall, DecodeSession
 from cluster.gateway.waiting import WaitingRoom
 from cluster.operators.service import Backend, NoFleet
+from cluster.registry.records import GatewayRecord
 from cluster.roles import Role
 from cluster.settings import Config
 from genlock.v1 import worker_pb2, worker_pb2_grpc
@@ -28,6 +29,11 @@ from wire.ending import end_tasks
 from wire.tracing import Tracer, make_tracer
 
 SHORTEST_PAUSE_MS = 50.0
+
+
+async def no_gateways() -> tuple[GatewayRecord, ...]:
+    """Where no registry is read."""
+    return ()
 
 
 class GatewayState:
@@ -83,6 +89,10 @@ class GatewayState:
         self._retired: set[asyncio.Task[None]] = set()
         # What GetStatus says of the registry; empty where this gateway reads none.
         self.registry_health: Callable[[], str] = lambda: ""
+        # Among the registry's gateways: this one's id there, where others ask it, and who there is.
+        self.gateway_id = ""
+        self.peer_endpoint = ""
+        self.find_gateways: Callable[[], Awaitable[tuple[GatewayRecord, ...]]] = no_gateways
 
     def add_worker(self, worker_id: str, role: Role, endpoint: str) -> None:
         self.set_fleet(self.fleet.added(worker_id, role, endpoint))
@@ -152,15 +162,15 @@ class GatewayState:
     def worker_stub(self, endpoint: str) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel(endpoint))
 
-    def open_decode(self, endpoint: str, request: worker_pb2.DecodeRequest) -> DecodeCall:
-        """Sends a request to a decode worker, over the session with it."""
+    def open_decode(self, endpoint: str, request: worker_pb2.DecodeRequest, assign: Assign | None = None) -> DecodeCall:
+        """Sends a request to a decode worker, over the session with it. `assign`: asked when it was preempted."""
         self.channel(endpoint)  # first: with new certificates it retires the session, too
         session = self._sessions.get(endpoint)
         if session is None or session.over:
             stub = self.decode_stub(endpoint)
             session = DecodeSession(lambda: stub.Session(None))
             self._sessions[endpoint] = session
-        return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request)
+        return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request, assign)
 
     async def close_channel(self, endpoint: str) -> None:
         session = self._sessions.pop(endpoint, None)

@@ -18,7 +18,7 @@ class Teller:
     def __init__(self, state: GatewayState, registry: Registry) -> None:
         self._state = state
         self._registry = registry
-        self._gateway_id = state.sources.random_bytes(16).hex()
+        self._gateway_id = state.gateway_id = state.sources.random_bytes(16).hex()
         settings = state.config.registry
         self._ttl_ms = max(settings.ttl_ms, LOOKS_PER_TTL * settings.poll_ms)
         # Why the registry did not take it last time; empty: it did.
@@ -26,7 +26,9 @@ class Teller:
 
     async def tell(self) -> None:
         """Raises nothing: what is not told now is told with the next look."""
-        record = GatewayRecord(self._gateway_id, self._state.arrived, len(self._state.waiting))
+        record = GatewayRecord(
+            self._gateway_id, self._state.arrived, len(self._state.waiting), self._state.peer_endpoint
+        )
         try:
             await self._registry.put_gateway(record, self._ttl_ms)
         except GenlockError as error:

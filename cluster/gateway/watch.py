@@ -121,6 +121,7 @@ class RegistryWatch:
         self._teller = Teller(state, registry)
         self.health = WatchHealth()
         state.registry_health = self._words
+        state.find_gateways = registry.gateways
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._loop(), name="registry watch")

@@ -140,6 +140,16 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "draining": (
         "UNAVAILABLE", "The worker or gateway takes no new requests: it is being drained or stopped.",
         "Send the request again; a load balancer should choose another gateway.", True),
+    "prefill_not_assigned": (
+        "UNAVAILABLE", "A preempted request was to be computed again; its gateway named no prefill worker in time.",
+        "Send the request again. See that the gateway's process is not starved of CPU; a gateway older than the "
+        "workers does not know the question.", True),
+    "gateways_unreached": (
+        "UNAVAILABLE", "No gateway that answered knows the request, and some gateways of the registry did not answer.",
+        "The message names them; see that they run, and that gateways reach each other (api.peer_host).", True),
+    "ambiguous_request": (
+        "NOT_FOUND", "Several running requests have that label.", "Use the server's id: see `genlock get requests`.",
+        False),
     "drain_cut": ("UNAVAILABLE", "The drain's deadline came before the request was done.",
                   "Send the request again; give the drain a longer deadline.", True),
     "not_ready": ("UNAVAILABLE", "No pair of workers can serve yet.", "Wait for readiness; `genlock status` tells why.",

@@ -54,7 +54,7 @@ class RemoteBackend:
 
     async def call(self, name: str, request: Any, actor: str, metadata: Metadata) -> Message:
         stub = await self._find()
-        call = getattr(stub, name)(request, timeout=FORWARD_TIMEOUT_S, metadata=_forwarded(metadata))
+        call = getattr(stub, name)(request, timeout=FORWARD_TIMEOUT_S, metadata=forwarded(metadata))
         with _controller():
             reply: Message = await answer(call)
         return reply
@@ -64,7 +64,7 @@ class RemoteBackend:
     ) -> AsyncIterator[pb.FleetEvent]:
         stub = await self._find()
         with _controller():
-            async for event in responses(stub.WatchEvents(request, metadata=_forwarded(metadata))):
+            async for event in responses(stub.WatchEvents(request, metadata=forwarded(metadata))):
                 yield event
 
 
@@ -100,7 +100,8 @@ def _controller() -> Iterator[None]:
         ) from error
 
 
-def _forwarded(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+def forwarded(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
+    """What of an operator's metadata goes on to other parts of the cluster."""
     return tuple((key, value) for key, value in metadata if key in FORWARDED)
 
 

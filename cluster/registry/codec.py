@@ -177,7 +177,9 @@ _WORKER: Mapping[str, Reader] = MappingProxyType(
         "incarnation": _digits,
     }
 )
-_GATEWAY: Mapping[str, Reader] = MappingProxyType({"gateway_id": _text, "arrived": _count, "waiting": _count})
+_GATEWAY: Mapping[str, Reader] = MappingProxyType(
+    {"gateway_id": _text, "arrived": _count, "waiting": _count, "endpoint": _text}
+)
 _DESIRED: Mapping[str, Reader] = MappingProxyType(
     {
         **dict.fromkeys(("prefill", "decode", "controller_starts", "refills", "refilled_ms"), _count),

@@ -46,6 +46,8 @@ class GatewayRecord:
     arrived: int = 0
     # Requests that wait for a worker now.
     waiting: int = 0
+    # Where other gateways ask it; empty: a release that told none, or it does not know.
+    endpoint: str = ""
 
 
 @dataclass(frozen=True)

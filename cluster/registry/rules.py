@@ -60,6 +60,8 @@ def check_gateway(record: GatewayRecord) -> None:
         raise InvalidInput(
             "bad_gateway_record", f"gateway_id must have 1 to {MAX_NAME_CHARS} chars", field="gateway_id"
         )
+    if len(record.endpoint) > MAX_NAME_CHARS:
+        raise InvalidInput("bad_gateway_record", f"endpoint must have at most {MAX_NAME_CHARS} chars", field="endpoint")
 
 
 def check_worker(record: WorkerRecord) -> None:

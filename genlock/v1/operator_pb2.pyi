@@ -299,16 +299,20 @@ class ListRequestsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
     """Most entries; 0: 100."""
+    local: _builtins.bool
+    """Only those of the gateway that is asked."""
     def __init__(
         self,
         *,
         limit: _builtins.int = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "local", b"local"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -320,22 +324,57 @@ class ListRequestsResponse(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
+    """Of all gateways that answered."""
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningRequest]:
+        """The oldest first."""
+
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnreachedGateway]: ...
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___RunningRequest] | None = ...,
         total: _builtins.int = ...,
+        unreached: _abc.Iterable[Global___UnreachedGateway] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "total", b"total", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class UnreachedGateway(_message.Message):
+    """A gateway of the registry whose part of an answer is missing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """host:port where it is known; `registry` where that does not say who there is."""
+    reason: _builtins.str
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        gateway: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "gateway", b"gateway", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnreachedGateway: _TypeAlias = UnreachedGateway  # noqa: Y015
 
 @_typing.final
 class RunningRequest(_message.Message):
@@ -353,6 +392,8 @@ class RunningRequest(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     request_id: _builtins.str
     """The client's label."""
@@ -365,6 +406,10 @@ class RunningRequest(_message.Message):
     prefill_worker: _builtins.str
     phase: _builtins.str
     """queued, prefill or decode."""
+    preemptions: _builtins.int
+    """Answers of it that gave their pages back and were computed again, one for each time."""
+    gateway: _builtins.str
+    """Who serves it: host:port for other gateways."""
     def __init__(
         self,
         *,
@@ -378,10 +423,12 @@ class RunningRequest(_message.Message):
         decode_worker: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
         phase: _builtins.str = ...,
+        preemptions: _builtins.int = ...,
+        gateway: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "completion_tokens", b"completion_tokens", "deadline_left_ms", b"deadline_left_ms", "decode_worker", b"decode_worker", "phase", b"phase", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "server_id", b"server_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "completion_tokens", b"completion_tokens", "deadline_left_ms", b"deadline_left_ms", "decode_worker", b"decode_worker", "gateway", b"gateway", "phase", b"phase", "preemptions", b"preemptions", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "server_id", b"server_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,16 +655,20 @@ class DescribeRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The server's id, or the client's label where it names one request."""
+    local: _builtins.bool
+    """Only where the gateway that is asked serves or served it."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -631,6 +682,7 @@ class DescribeRequestResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    RECOMPUTES_FIELD_NUMBER: _builtins.int
     outcome: _builtins.str
     """ok, an error's reason, or empty while it runs."""
     message: _builtins.str
@@ -638,6 +690,10 @@ class DescribeRequestResponse(_message.Message):
     def request(self) -> Global___RunningRequest: ...
     @_builtins.property
     def verification(self) -> _inference_pb2.Verification: ...
+    @_builtins.property
+    def recomputes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Recompute]:
+        """Oldest first, at most 32."""
+
     def __init__(
         self,
         *,
@@ -645,14 +701,51 @@ class DescribeRequestResponse(_message.Message):
         outcome: _builtins.str = ...,
         message: _builtins.str = ...,
         verification: _inference_pb2.Verification | None = ...,
+        recomputes: _abc.Iterable[Global___Recompute] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "verification", b"verification"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "request", b"request", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "outcome", b"outcome", "recomputes", b"recomputes", "request", b"request", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeRequestResponse: _TypeAlias = DescribeRequestResponse  # noqa: Y015
+
+@_typing.final
+class Recompute(_message.Message):
+    """An answer was preempted on its decode worker, and a prefill worker was named to compute it again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_MS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    FROM_WORKER_FIELD_NUMBER: _builtins.int
+    TO_WORKER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    after_ms: _builtins.int
+    """Milliseconds after the request came."""
+    index: _builtins.int
+    """Which answer of the request."""
+    from_worker: _builtins.str
+    to_worker: _builtins.str
+    """The same one where it still serves. Empty: there was none, and the answer ended with `reason`."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        after_ms: _builtins.int = ...,
+        index: _builtins.int = ...,
+        from_worker: _builtins.str = ...,
+        to_worker: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_ms", b"after_ms", "from_worker", b"from_worker", "index", b"index", "reason", b"reason", "to_worker", b"to_worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recompute: _TypeAlias = Recompute  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):

@@ -264,24 +264,28 @@ class DecodeCommand(_message.Message):
     CALL_NO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    ASSIGN_FIELD_NUMBER: _builtins.int
     call_no: _builtins.int
     """Drawn at random by the gateway for each request, so that a number that was confused belongs to nobody."""
     @_builtins.property
     def submit(self) -> Global___DecodeRequest: ...
     @_builtins.property
     def cancel(self) -> Global___DecodeCancel: ...
+    @_builtins.property
+    def assign(self) -> Global___PrefillAssigned: ...
     def __init__(
         self,
         *,
         call_no: _builtins.int = ...,
         submit: Global___DecodeRequest | None = ...,
         cancel: Global___DecodeCancel | None = ...,
+        assign: Global___PrefillAssigned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "call_no", b"call_no", "cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel", "assign"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -303,6 +307,41 @@ class DecodeCancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeCancel: _TypeAlias = DecodeCancel  # noqa: Y015
+
+@_typing.final
+class PrefillAssigned(_message.Message):
+    """The answer to `prefill_wanted`. One that nobody waits for is ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PREFILL_ENDPOINT_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """Of the question."""
+    prefill_endpoint: _builtins.str
+    """Chosen by the router, never by a client."""
+    prefill_worker: _builtins.str
+    @_builtins.property
+    def refused(self) -> _status_pb2.Status:
+        """Instead of these: the request ends with this."""
+
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        prefill_endpoint: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        refused: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefill_endpoint", b"prefill_endpoint", "prefill_worker", b"prefill_worker", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillAssigned: _TypeAlias = PrefillAssigned  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):
@@ -404,6 +443,7 @@ class DecodeEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
+    PREFILL_WANTED_FIELD_NUMBER: _builtins.int
     call_no: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___DecodeTokens: ...
@@ -413,6 +453,8 @@ class DecodeEvent(_message.Message):
     def failed(self) -> _status_pb2.Status: ...
     @_builtins.property
     def started(self) -> Global___DecodeStarted: ...
+    @_builtins.property
+    def prefill_wanted(self) -> Global___PrefillWanted: ...
     def __init__(
         self,
         *,
@@ -421,16 +463,41 @@ class DecodeEvent(_message.Message):
         finished: Global___DecodeFinished | None = ...,
         failed: _status_pb2.Status | None = ...,
         started: Global___DecodeStarted | None = ...,
+        prefill_wanted: Global___PrefillWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "finished", b"finished", "prefill_wanted", b"prefill_wanted", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "event", b"event", "failed", b"failed", "finished", b"finished", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_no", b"call_no", "event", b"event", "failed", b"failed", "finished", b"finished", "prefill_wanted", b"prefill_wanted", "started", b"started", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished", "failed", "started"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished", "failed", "started", "prefill_wanted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
+
+@_typing.final
+class PrefillWanted(_message.Message):
+    """The request gave its pages back and is to be computed again: by whom? Asked when there are pages for it. Without an
+    answer within some seconds it ends as UNAVAILABLE.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """Counts within one request."""
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillWanted: _TypeAlias = PrefillWanted  # noqa: Y015
 
 @_typing.final
 class DecodeStarted(_message.Message):

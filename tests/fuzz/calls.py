@@ -327,12 +327,19 @@ async def session_commands(live: Live, rng: random.Random) -> str:
     ends: Counter[int] = Counter()
 
     def command() -> worker_pb2.DecodeCommand:
-        kind = rng.randrange(6)
+        kind = rng.randrange(7)
         number = rng.choice((*numbers, rng.getrandbits(64), 0))
         if kind == 0:
             return worker_pb2.DecodeCommand(call_no=number, cancel=worker_pb2.DecodeCancel())
         if kind == 1:
             return worker_pb2.DecodeCommand(call_no=number)
+        if kind == 6:  # an answer that nobody waits for, or nonsense
+            assigned = worker_pb2.PrefillAssigned(attempt=rng.choice((-1, 0, 1, 1 << 30)))
+            if rng.random() < 0.5:
+                assigned.prefill_endpoint, assigned.prefill_worker = live.lab.prefill.endpoint, "prefill-0"
+            elif rng.random() < 0.5:
+                assigned.refused.code = rng.randrange(-1, 20)
+            return worker_pb2.DecodeCommand(call_no=number, assign=assigned)
         ticket = ticket_to_proto(live.ticket(rng))
         good = worker_pb2.DecodeRequest(
             ticket=ticket, prefill_endpoint=live.lab.prefill.endpoint, prefill_worker="prefill-0"

@@ -21,6 +21,9 @@ from cluster.launch.spec import WorkerSpec
 from cluster.launch.up import Cluster
 from cluster.roles import Role
 from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject, load_subject
+from decode.engine import DecodeHooks
+from genlock.v1 import operator_pb2 as pb
+from genlock.v1 import operator_pb2_grpc
 from kvstore.errors import Unavailable
 from wire.options import open_channel
 
@@ -185,3 +188,61 @@ async def test_too_little_grace_ends_requests_typed(subject: Subject, small: tup
         errors = [reply.error for _prompt, reply in lab.load.replies if reply.error is not None]
         assert all(isinstance(error, Unavailable) for error in errors)
         await pages_back(launcher)
+
+
+@dataclass
+class Gate:
+    """Steps of decode, let through or not. Handoffs go on."""
+
+    shut: bool = True
+
+    def build(self, model, spec: WorkerSpec) -> BuiltWorker:
+        return BuiltWorker(spec, WorkerTuning(model=model, decode=DecodeHooks(before_plan=lambda: not self.shut)))
+
+
+async def test_a_request_that_is_preempted_after_its_prefill_worker_was_drained_is_answered(subject: Subject):
+    """Three answers that need more pages than there are, all computed by prefill-0, which is gone before any is
+    preempted."""
+    gate, most = Gate(), 80
+    launcher = InProcessLauncher(functools.partial(gate.build, subject.model))
+    # No load but the three.
+    flags: dict[str, object] = {"workers.decode": 1, "cache.decode_pages": 18, "workers.drain_timeout_ms": 60_000}
+    lab = DrainLab(launcher, subject, flags)
+    prompts = [subject.prompt(f"pressed {number}", 70) for number in range(3)]
+    for prompt in prompts:  # now: the oracle keeps this thread, and with it the gateway
+        subject.answer(prompt, most)
+    endpoint = await lab.cluster.start()
+    client = Client(open_channel(endpoint))
+    try:
+        asked = []
+        for prompt in prompts:
+            first = asyncio.Event()
+            asking = asyncio.create_task(client.ask(prompt, most, lambda _count, first=first: first.set()))
+            asked.append((prompt, asking))
+            await asyncio.wait_for(first.wait(), 20)
+        served = {name: worker.engine.facts().steps for name, worker in launcher.workers.items() if "prefill" in name}
+        assert served["prefill-0"]
+        assert not served["prefill-1"], "the gateway's tie goes to the first"
+        await lab.cluster.operations.drain(["prefill-0"], [], ME)
+        async with asyncio.timeout(30):
+            while "prefill-0" in launcher.workers:
+                await asyncio.sleep(0.02)
+        gate.shut = False
+        for prompt, asking in asked:
+            reply = await asyncio.wait_for(asking, 60)
+            assert reply.error is None, reply.error
+            assert reply.tokens == subject.answer(prompt, most).tokens
+        assert launcher.workers["decode-0"].engine.facts().outcomes["preempted"]
+        stub = operator_pb2_grpc.OperatorServiceStub(client.channel)
+        told = [await stub.DescribeRequest(pb.DescribeRequestRequest(request_id=f"lab-{i}")) for i in range(3)]
+        again = [recompute for one in told for recompute in one.recomputes]
+        assert again
+        assert {(one.from_worker, one.to_worker) for one in again} <= {
+            ("prefill-0", "prefill-1"), ("prefill-1", "prefill-1"),
+        }  # fmt: skip
+        assert sum(one.request.preemptions for one in told) == len(again)
+        assert {one.request.prefill_worker for one in told if one.recomputes} == {"prefill-1"}
+        await pages_back(launcher)
+    finally:
+        await client.channel.close(None)
+        await lab.cluster.stop(0)

@@ -1,10 +1,16 @@
 """Gateways, drains and the controller in the simulator, and what a careless drain costs."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
+from decode.core import DecodeCore
 from kvstore.checks import ALL_CHECKS
+from kvstore.errors import Unavailable
 from sim import control_side
 from sim.control_side import Controller
+from sim.decode_side import DecodeWorker
 from sim.faults import NO_FAULTS, Faults
 from sim.load import draw_shape
 from sim.runner import run
@@ -55,3 +61,56 @@ def test_gateways_spread_their_requests():
     assert result.run() == []
     used = {request.route.prefill.name for request in result.requests if request.route is not None}
     assert len(used) == draw_shape(6).prefills
+
+
+# --- who computes a preempted request again ------------------------------------------------------------------------
+
+PRESSED = Faults(pool_pressure=0.5, scale_down=0.08, restart_asked=0.04)
+MOVED = 203  # a seed in which a request is preempted while its prefill worker drains
+
+
+def hasty(monkeypatch) -> None:
+    """Drains that end while requests still run, so that preempted ones find their prefill worker gone."""
+    monkeypatch.setattr(control_side, "POLICY", replace(control_side.POLICY, open_ms=60))
+
+
+def test_a_preempted_request_whose_prefill_worker_drains_is_computed_by_another(monkeypatch):
+    hasty(monkeypatch)
+    world = World(MOVED, KIT, PRESSED, ALL_CHECKS)
+    assert world.run() == []
+    assert world.tally.reasons["recompute_moved"]
+
+
+def test_a_decode_worker_that_goes_back_all_the_same_breaks_a_law(monkeypatch):
+    hasty(monkeypatch)
+    inner = DecodeWorker.on_assigned
+
+    def stay(worker, number, attempt, answer):
+        inner(worker, number, attempt, worker.places.get(number, answer))
+
+    monkeypatch.setattr(DecodeWorker, "on_assigned", stay)
+    assert [v.law for v in run(MOVED, kit=KIT, faults=PRESSED).violations] == ["drained_with_lease"]
+
+
+@pytest.mark.parametrize("seed", [27, 33])
+def test_a_question_that_nobody_answers_ends_in_time(monkeypatch, seed: int):
+    faults = Faults(pool_pressure=0.4, assign_lost=0.5)
+    result = run(seed, kit=KIT, faults=faults)
+    assert not result.violations
+    assert result.outcomes["prefill_not_assigned"]
+
+    def expire(core, now_ms):
+        return [] if now_ms < 1 << 40 else core.fail(0, Unavailable("never"))
+
+    monkeypatch.setattr(DecodeCore, "expire", expire)
+    assert [v.law for v in run(seed, kit=KIT, faults=faults).violations] == ["overdue"]
+
+
+def test_who_was_named_for_a_preempted_request_may_go_and_answers_may_be_late_or_doubled():
+    injected: Counter[str] = Counter()
+    for seed in range(20, 60):
+        world = World(seed, KIT, Faults(pool_pressure=0.4, assigned_leaves=0.6, assign_late=0.3, assign_twice=0.5),
+                      ALL_CHECKS)  # fmt: skip
+        assert world.run() == []
+        injected += world.dice.injected
+    assert min(injected[site] for site in ("assigned_leaves", "assign_late", "assign_twice")) > 0, injected

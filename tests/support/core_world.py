@@ -11,7 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from decode.core import DecodeCore, DecodeLimits, Emitted, Failed, Finished, Outcome, Preempted, StartHandoff
+from decode.core import (
+    DecodeCore,
+    DecodeLimits,
+    Emitted,
+    Failed,
+    Finished,
+    Outcome,
+    Preempted,
+    PrefillWanted,
+    StartHandoff,
+)
 from kvstore.errors import GenlockError
 from kvstore.guard import Published
 from kvstore.step import StepPlan
@@ -155,6 +165,8 @@ class DecodeSide:
         self.failed: dict[int, GenlockError] = {}
         self.starts: list[StartHandoff] = []
         self.preempted: list[int] = []
+        self.wanted: list[PrefillWanted] = []  # not answered yet
+        self.assigns = True  # somebody answers at once
 
     def submit(self, tokens: Sequence[int], max_tokens: int = 4, deadline_ms: int = 1 << 40, **sampling: object) -> int:
         return self.core.submit(make_ticket(tokens, max_tokens, **sampling), self.now, deadline_ms)
@@ -175,9 +187,18 @@ class DecodeSide:
                 self.preempted.append(number)
 
     def admit(self) -> list[StartHandoff]:
-        starts = self.core.admit(self.now)
-        self.starts.extend(starts)
-        return starts
+        starts: list[StartHandoff] = []
+        while True:
+            found = self.core.admit(self.now)
+            starts += [one for one in found if isinstance(one, StartHandoff)]
+            asked = [one for one in found if isinstance(one, PrefillWanted)]
+            self.wanted += asked
+            if not asked or not self.assigns:
+                self.starts.extend(starts)
+                return starts
+            for one in asked:
+                self.wanted.remove(one)
+                assert self.core.assigned(one.request_no, one.attempt)
 
     def handoff(self, start: StartHandoff) -> None:
         """Prefill computes, the pages are pulled and judged, the request joins."""

@@ -29,7 +29,13 @@ class Decoding:
         self._numbers = itertools.count(1)
 
     def submit(self, request: worker_pb2.DecodeRequest) -> DecodeCall:
-        return self.session.submit(next(self._numbers), request)
+        def again(attempt: int) -> worker_pb2.PrefillAssigned:
+            """Whoever computed it first computes it again."""
+            return worker_pb2.PrefillAssigned(
+                attempt=attempt, prefill_endpoint=request.prefill_endpoint, prefill_worker=request.prefill_worker
+            )
+
+        return self.session.submit(next(self._numbers), request, again)
 
     async def run(self, request: worker_pb2.DecodeRequest, limit_s: float) -> tuple[list[int], GenlockError | None]:
         """Its tokens, and the error that it ended with."""

@@ -21,7 +21,7 @@ from model.base import ModelInfo
 from wire.convert import token_from_proto
 from wire.interceptor import TypedErrors
 from wire.options import server_options
-from wire.session import Cancel, Session, Tell
+from wire.session import Handle, Session, Tell
 
 EOS = 256
 VOCAB = 300
@@ -127,6 +127,7 @@ class Seen:
     remaining_s: float | None
     ended: str = "open"
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    assigned: list[worker_pb2.PrefillAssigned] = field(default_factory=list)
 
 
 Script = Callable[["FakeWorker", worker_pb2.DecodeRequest], AsyncIterator[worker_pb2.DecodeEvent]]
@@ -207,10 +208,11 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             await asyncio.gather(running, return_exceptions=True)
             self._handlers.discard(asyncio.current_task())
 
-    async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Cancel:
+    async def _start(self, request: worker_pb2.DecodeRequest, tell: Tell) -> Handle:
         seen = Seen(request, request.left_ms / 1000)
         self.seen.append(seen)
-        return asyncio.create_task(self._play(request, tell, seen)).cancel
+        playing = asyncio.create_task(self._play(request, tell, seen))
+        return Handle(playing.cancel, seen.assigned.append)
 
     async def _play(self, request: worker_pb2.DecodeRequest, tell: Tell, seen: Seen) -> None:
         complete = False

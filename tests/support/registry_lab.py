@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.config import load
 from cluster.gateway.fleet import WorkerState
+from cluster.gateway.pairs import unproved
 from cluster.gateway.served import ServedModel
 from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.front import Front
@@ -157,7 +158,7 @@ class RegistryLab:
         return all(
             set(front.gateway.state.fleet.workers) == set(self.workers)
             and all(r.state is WorkerState.READY for r in front.gateway.state.fleet.workers.values())
-            and not front.gateway.state.fleet.unproved()
+            and not unproved(front.gateway.state.fleet)
             for front in self.fronts
         )
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from decode.core import DecodeLimits
-from kvstore.errors import Cancelled, DeadlineExceeded, InvalidInput, NoCapacity, StalePage
+from decode.core import DecodeLimits, PrefillWanted
+from kvstore.errors import Cancelled, DeadlineExceeded, InvalidInput, NoCapacity, StalePage, Unavailable
 from kvstore.guard import Published
 from kvstore.lifecycle import SlotState
 from model.sampling import SamplingParams
@@ -278,6 +278,88 @@ def test_four_requests_in_a_tiny_pool_are_all_right_or_typed(seed):
     side.run()
     for number, (ids, most) in asked.items():
         require_right(side, number, ids, most)
+    side.require_baseline()
+
+
+# --- who computes a preempted request again -------------------------------------------------------------------------
+
+
+def preempted_side(limits: DecodeLimits | None = None) -> tuple[DecodeSide, int, int]:
+    """Two that ran, of which `two` was preempted and nobody answers its question; `one` has ended."""
+    side = DecodeSide(slots=5, limits=limits or DecodeLimits())
+    side.assigns = False
+    one, two = side.submit(prompt(1, T + 2), 8), side.submit(prompt(30, T + 2), 8)
+    while one not in side.finished:
+        side.turn()
+    assert side.preempted == [two]
+    side.turn()
+    return side, one, two
+
+
+def test_a_preempted_request_asks_once_and_starts_when_it_has_its_answer():
+    side, _one, two = preempted_side()
+    for _ in range(3):
+        side.turn()
+    assert side.wanted == [PrefillWanted(two, 1)]
+    assert side.core.request(two).pages.refs == (), "no page is held while it is asked"
+    assert side.guard.free_pages == side.guard.slots
+    assert not side.core.assigned(two, 2), "an answer to another question"
+    assert not side.core.assigned(99, 1)
+    assert side.core.assigned(two, 1)
+    assert not side.core.assigned(two, 1), "one answer"
+    side.assigns = True
+    side.run()
+    require_right(side, two, prompt(30, T + 2), 8)
+    side.require_baseline()
+
+
+def test_a_request_that_was_not_preempted_takes_no_answer():
+    side = DecodeSide()
+    number = side.submit(prompt(1, T), 4)
+    error = Unavailable("no_prefill_worker", "nobody")
+    assert not side.core.assigned(number, 0)
+    assert side.core.refused(number, 0, error) == []
+    side.turn()
+    assert not side.core.assigned(number, 0)
+    assert side.core.refused(number, 0, error) == []
+    side.run()
+    require_right(side, number, prompt(1, T), 4)
+
+
+def test_a_refusal_ends_the_request_with_the_reason_that_was_told():
+    side, _one, two = preempted_side()
+    assert side.core.refused(two, 7, Unavailable("late", "")) == []
+    side.take(side.core.refused(two, 1, Unavailable("no_prefill_worker", "nobody is ready")))
+    assert side.failed[two].reason == "no_prefill_worker"
+    side.require_baseline()
+
+
+def test_a_question_that_nobody_answers_ends_typed_at_its_deadline():
+    side, _one, two = preempted_side()
+    side.now += side.limits.assign_ms - 1
+    side.turn()
+    assert two not in side.failed
+    side.now += 1
+    side.turn()
+    assert isinstance(side.failed[two], Unavailable)
+    assert side.failed[two].reason == "prefill_not_assigned"
+    side.require_baseline()
+
+
+def test_a_question_keeps_its_place_in_the_line_for_a_while_and_then_keeps_nobody_waiting():
+    side, _one, two = preempted_side()
+    side.now += side.limits.hold_ms - 1
+    three = side.submit(prompt(60, T), 2)
+    side.turn()
+    assert three not in side.tokens
+    side.now += 1
+    side.turn()
+    assert three in side.tokens
+    assert side.core.assigned(two, 1)
+    side.assigns = True
+    side.run()
+    require_right(side, two, prompt(30, T + 2), 8)
+    require_right(side, three, prompt(60, T), 2)
     side.require_baseline()
 
 

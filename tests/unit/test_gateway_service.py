@@ -4,6 +4,7 @@ does not read."""
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,7 +51,7 @@ def service(calls: list[ScriptedCall], **flags: object) -> InferenceService:
         status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
         state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
     left = iter(calls)
-    state.open_decode = lambda _endpoint, _request: next(left)
+    state.open_decode = lambda *_args: next(left)
     return InferenceService(state)
 
 
@@ -103,8 +104,9 @@ async def test_a_client_that_does_not_read_meets_the_deadline():
 async def test_a_stop_string_cancels_decode_before_its_message_leaves():
     call = ScriptedCall(tokens("abSTOPc"))
     sampling = SamplingParams(stop=("STOP",))
-    spec = ChoiceSpec("r", "s", 0, True, sampling, 5, "d", "p")
-    choice = Choice(spec, call, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, lambda: None)
+    spec = ChoiceSpec("r", "s", 0, True, sampling, 5, "d")
+    seat = SimpleNamespace(worker="p", waiting=False)
+    choice = Choice(spec, call, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, seat)
     messages = []
     async for message in choice.messages():
         assert call.cancelled

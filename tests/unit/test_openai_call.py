@@ -69,7 +69,7 @@ def make_state(calls: list[ScriptedCall], **flags: object) -> GatewayState:
         status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
         state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
     left = iter(calls)
-    state.open_decode = lambda _endpoint, _request: next(left)
+    state.open_decode = lambda *_args: next(left)
     return state
 
 

@@ -211,7 +211,7 @@ async def test_a_registry_that_fails_changes_nothing_but_the_health(error: Excep
     state = SimpleNamespace(
         fleet=Fleet(), sources=SimpleNamespace(now_ms=lambda: now[0], random_bytes=bytes), registry_health=None,
         look_again=lambda: None, retire_channel=lambda _endpoint: None, set_asleep=lambda _asleep: None,
-        config=load().config, arrived=3, waiting=(),
+        config=load().config, arrived=3, waiting=(), peer_endpoint="",
     )  # fmt: skip
     state.set_fleet = lambda fleet: setattr(state, "fleet", fleet)
     watch = RegistryWatch(state, registry, lambda: 50_000)
@@ -239,7 +239,7 @@ async def test_a_registry_that_does_not_take_what_a_gateway_tells_is_shown(monke
     monkeypatch.setattr("cluster.registry.memory.MAX_GATEWAYS", 0)
     state = SimpleNamespace(
         fleet=Fleet(), sources=SimpleNamespace(now_ms=lambda: 0.0, random_bytes=bytes), config=load().config,
-        arrived=3, waiting=(), set_asleep=lambda _asleep: None,
+        arrived=3, waiting=(), peer_endpoint="", set_asleep=lambda _asleep: None,
     )  # fmt: skip
     watch = RegistryWatch(state, MemoryRegistry(lambda: 0.0), lambda: 50_000)
     await watch.look()

@@ -1,22 +1,18 @@
-"""Many requests over one call: the worker's half, the gateway's half, and the two together over real gRPC."""
+"""Many requests over one call: the worker's half."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter, deque
+from collections import deque
 
-import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gateway.sessions import DecodeSession, Token
-from genlock.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.errors import Cancelled, GenlockError, InvalidInput, NoCapacity, StalePage, Unavailable
+from genlock.v1 import worker_pb2
+from kvstore.errors import Cancelled, InvalidInput, StalePage, Unavailable
 from model.sampler import SampledToken
-from tests.support.decode_calls import told
-from wire.session import MAX_MESSAGE_TOKENS, Session, pack
+from wire.session import MAX_MESSAGE_TOKENS, Handle, Session, pack
 
 DONE = worker_pb2.DecodeFinished(completion_tokens=1)
 
@@ -42,11 +38,12 @@ class Worker:
     def __init__(self) -> None:
         self.tells = []
         self.cancelled: list[int] = []
+        self.assigned: list[tuple[int, worker_pb2.PrefillAssigned]] = []
 
     async def start(self, _request, tell):
         at = len(self.tells)
         self.tells.append(tell)
-        return lambda: self.cancelled.append(at)
+        return Handle(lambda: self.cancelled.append(at), lambda assigned: self.assigned.append((at, assigned)))
 
 
 class Commands:
@@ -58,6 +55,10 @@ class Commands:
 
     def cancel(self, call_no: int) -> None:
         self.queue.put_nowait(worker_pb2.DecodeCommand(call_no=call_no, cancel=worker_pb2.DecodeCancel()))
+
+    def assign(self, call_no: int, **assigned) -> None:
+        answer = worker_pb2.PrefillAssigned(**assigned)
+        self.queue.put_nowait(worker_pb2.DecodeCommand(call_no=call_no, assign=answer))
 
     def end(self) -> None:
         self.queue.put_nowait(None)
@@ -159,7 +160,7 @@ async def test_a_cancel_that_comes_while_a_start_ends_is_not_lost():
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             # As a start whose work was queued already: it has a result all the same.
-            return lambda: cancelled.append(7)
+            return Handle(lambda: cancelled.append(7), lambda _assigned: None)
 
     running = asyncio.create_task(Session(start, caller).run(commands))
     commands.submit(7)
@@ -254,6 +255,30 @@ async def test_an_error_and_a_surprise_of_a_start_end_one_request():
     assert "secret" not in failed[2].message
 
 
+async def test_a_question_leaves_and_its_answer_reaches_its_request_and_no_other():
+    caller, worker, commands = Caller(), Worker(), Commands()
+    caller.turn = asyncio.Semaphore(100)
+    running = asyncio.create_task(Session(worker.start, caller).run(commands))
+    commands.submit(7)
+    commands.submit(8)
+    await until(lambda: len(worker.tells) == 2)
+    worker.tells[1](SampledToken(5))
+    worker.tells[1](worker_pb2.PrefillWanted(attempt=2))
+    worker.tells[1](SampledToken(6))
+    await until(lambda: ends(caller))
+    commands.assign(8, attempt=2, prefill_endpoint="there", prefill_worker="prefill-1")
+    commands.assign(9, attempt=2, prefill_worker="of nobody")
+    worker.tells[0](DONE)
+    commands.assign(7, attempt=1, prefill_worker="of one that has ended")
+    await until(lambda: worker.assigned)
+    worker.tells[1](DONE)
+    commands.end()
+    await asyncio.wait_for(running, 5)
+    assert [(at, one.attempt, one.prefill_worker) for at, one in worker.assigned] == [(1, 2, "prefill-1")]
+    assert ends(caller)[0] == (8, "prefill_wanted")
+    assert [token for message in caller.got for token in message.token_ids] == [5, 6], "it goes on after the question"
+
+
 # --- messages ----------------------------------------------------------------------------------------------------
 
 TOLD = st.one_of(
@@ -289,208 +314,3 @@ def test_a_message_stays_far_below_any_limit():
         outbox = deque([(1 << 63, told_)] * (2 * MAX_MESSAGE_TOKENS))
         while outbox:
             assert pack(outbox).ByteSize() < 1 << 20
-
-
-# --- the gateway's half --------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """A stream that gives what a test puts."""
-
-    def __init__(self) -> None:
-        self.sent: list[worker_pb2.DecodeCommand] = []
-        self.events: asyncio.Queue[worker_pb2.DecodeEvents | None] = asyncio.Queue()
-        self.connected = asyncio.Event()
-        self.connected.set()
-
-    def say(self, call_nos=(), token_ids=(), events=()) -> None:
-        self.events.put_nowait(worker_pb2.DecodeEvents(call_nos=call_nos, token_ids=token_ids, events=events))
-
-    async def wait_for_connection(self) -> None:
-        await self.connected.wait()
-
-    async def write(self, command) -> None:
-        self.sent.append(command)
-
-    def cancel(self) -> bool:
-        return True
-
-    async def __aiter__(self):
-        while (events := await self.events.get()) is not None:
-            yield events
-
-
-def finished(call_no: int, count: int) -> worker_pb2.DecodeEvent:
-    return worker_pb2.DecodeEvent(call_no=call_no, finished=worker_pb2.DecodeFinished(completion_tokens=count))
-
-
-async def test_tokens_reach_the_request_whose_number_they_carry_and_nobody_else():
-    stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    one, two = (session.submit(number, worker_pb2.DecodeRequest()) for number in (5, 6))
-    stream.say([5, 6, 5, 77], [1, 2, 3, 4], [finished(77, 1), finished(5, 2)])
-    stream.say([5, 6], [9, 9], [finished(6, 2), finished(5, 9)])
-    assert (await told(one, 5), await told(two, 5)) == (([1, 3], None), ([2, 9], None))
-    assert len(session) == 0
-    await session.close()
-
-
-async def test_a_number_that_is_taken_is_passed_over():
-    session = DecodeSession(Scripted)
-    numbers = [session.submit((1 << 64) - 1, worker_pb2.DecodeRequest()).call_no for _ in range(3)]
-    assert numbers == [(1 << 64) - 1, 0, 1]
-    await session.close()
-
-
-async def test_a_request_that_was_cancelled_hears_nothing_more_and_the_worker_hears_of_it_once():
-    stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    call = session.submit(5, worker_pb2.DecodeRequest())
-    waiting = asyncio.create_task(told(call, 5))
-    await until(lambda: stream.sent)
-    call.cancel()
-    call.cancel()
-    tokens, error = await waiting
-    assert (tokens, error.reason) == ([], "cancelled")
-    stream.say([5], [1], [finished(5, 1)])
-    await until(lambda: len(stream.sent) == 2)
-    await asyncio.sleep(0)
-    assert [command.WhichOneof("command") for command in stream.sent] == ["submit", "cancel"]
-    await session.close()
-
-
-async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
-    stream = Scripted()
-    stream.connected.clear()
-    session = DecodeSession(lambda: stream)
-    calls = [session.submit(number, worker_pb2.DecodeRequest()) for number in (5, 6)]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    calls[0].cancel()
-    stream.connected.set()
-    await until(lambda: stream.sent)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert [(command.call_no, command.WhichOneof("command")) for command in stream.sent] == [(6, "submit")]
-    await session.close()
-
-
-@pytest.mark.parametrize("how", ["end", "lists", "kind", "error", "close", "close at once"])
-async def test_the_end_of_a_session_ends_every_request_typed(how: str):
-    stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    calls = [session.submit(number, worker_pb2.DecodeRequest()) for number in (1, 2)]
-    if how == "close at once":
-        await session.close()
-    stream.say([1, 2], [7, 8])
-    if how == "end":
-        stream.events.put_nowait(None)
-    elif how == "lists":
-        stream.say([1, 2], [7])
-    elif how == "kind":
-        stream.say(events=[worker_pb2.DecodeEvent(call_no=number) for number in (1, 2)])
-    elif how == "error":
-        status = worker_pb2.DecodeEvent(call_no=1)
-        status.failed.code = 13
-        stream.say(events=[status, worker_pb2.DecodeEvent(call_no=2, failed=status.failed)])
-    elif how == "close":
-        await until(stream.events.empty)
-        await session.close()
-    ended = [await told(call, 5) for call in calls]
-    reasons = {"lists": "stream_protocol", "kind": "stream_protocol", "error": "peer_internal"}
-    assert [error.reason for _tokens, error in ended] == [reasons.get(how, "stream_cut")] * 2
-    assert ended[0][1] is not ended[1][1]
-    if how != "close at once":
-        assert [tokens for tokens, _error in ended] == [[7], [8]], "what came before is told"
-    assert session.over is (how not in ("kind", "error"))
-    await session.close()
-
-
-async def test_what_gathers_leaves_as_one_with_log_probabilities():
-    stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    call = session.submit(5, worker_pb2.DecodeRequest())
-    event = worker_pb2.DecodeEvent(call_no=5)
-    event.tokens.tokens.add(token_id=3, logprob=-0.5, top=[worker_pb2.SampledLogprob(token_id=3, logprob=-0.5)])
-    stream.say([5, 5], [1, 2], [event])
-    await until(stream.events.empty)
-    await asyncio.sleep(0)
-    tokens, end = await call.next()
-    assert end is None
-    assert tokens[:2] == [Token(1), Token(2)]
-    assert (tokens[2].token_id, tokens[2].logprob, tokens[2].top[0].token_id) == (3, -0.5, 3)
-    await session.close()
-
-
-# --- both, over real gRPC ------------------------------------------------------------------------------------------
-
-
-class Echo(worker_pb2_grpc.DecodeServiceServicer):
-    """Answers a prompt with itself, a step apart; `left_ms` says after how many tokens it fails."""
-
-    def __init__(self) -> None:
-        self.cancelled = 0
-        self.sessions = 0
-
-    async def Session(self, commands, context):
-        self.sessions += 1
-        await Session(self._start, context).run(commands)
-
-    async def _start(self, request, tell):
-        if len(request.ticket.token_ids) == 13:
-            raise NoCapacity("no_pages", "full", retry_after_ms=70)
-        task = asyncio.create_task(self._play(list(request.ticket.token_ids), request.left_ms, tell))
-
-        def cancel() -> None:
-            self.cancelled += 1
-            task.cancel()
-
-        return cancel
-
-    async def _play(self, tokens, fails_after, tell):
-        for at, token in enumerate(tokens):
-            if fails_after and at == fails_after:
-                tell(StalePage("stale_tag", f"after {at}"))
-                return
-            tell(SampledToken(token))
-            await asyncio.sleep(0.001 * (token % 3))
-        tell(worker_pb2.DecodeFinished(completion_tokens=len(tokens)))
-
-
-async def test_many_requests_share_a_call_and_each_gets_its_own():
-    echo, rng = Echo(), random.Random(5)
-    server = grpc.aio.server()
-    worker_pb2_grpc.add_DecodeServiceServicer_to_server(echo, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    outcomes: Counter[str] = Counter()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = worker_pb2_grpc.DecodeServiceStub(channel)
-        session = DecodeSession(lambda: stub.Session(None))
-
-        async def one(number: int) -> None:
-            prompt = [1000 * number + at for at in range(rng.randrange(1, 30))]
-            fails_after = rng.choice((0, 0, 4))
-            request = worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=prompt), left_ms=fails_after)
-            await asyncio.sleep(rng.random() * 0.02)
-            call = session.submit(rng.getrandbits(64), request)
-            if rng.random() < 0.2:
-                await asyncio.sleep(0.002)
-                call.cancel()
-            tokens, error = await told(call, 20)
-            assert tokens == prompt[: len(tokens)], "no token of another request"
-            assert error is not None or tokens == prompt
-            if isinstance(error, NoCapacity):
-                assert error.retry_after_ms == 70
-            outcomes["ok" if error is None else error.reason] += 1
-
-        await asyncio.gather(*(one(number) for number in range(200)))
-        assert echo.sessions == 1
-        assert {"ok", "stale_tag", "no_pages", "cancelled"} == set(outcomes)
-        last = session.submit(1, worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=[5] * 500)))
-        await last.next()
-        await server.stop(0)
-        _tokens, error = await told(last, 5)
-        assert isinstance(error, GenlockError)
-        assert session.over
-        await session.close()
