@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.gateway.fleet import WorkerRecord
 from cluster.gateway.identity import operator
-from cluster.gateway.running import running_message
+from cluster.gateway.running import meant_by, running_message
 from cluster.gateway.state import GatewayState
 from cluster.operators.explain import explain
 from cluster.operators.service import FleetService, Metadata
@@ -54,7 +54,7 @@ class OperatorService(FleetService):
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Any) -> pb.DescribeRequestResponse:
         self._operator(context.invocation_metadata() or ())
         state, wanted = self._state, request.request_id
-        found = [one for one in state.running if wanted in (one.facts.server_id, one.key[1])]
+        found = meant_by(state.running, wanted)
         if len(found) == 1:
             return pb.DescribeRequestResponse(request=running_message(found[0], state.sources.now_ms()))
         ended = state.ended_requests.get(wanted)
