@@ -26,7 +26,8 @@ from sim.steps import StepDriver
 from sim.worker import Work, Worker
 
 if TYPE_CHECKING:
-    from sim.world import Request, World
+    from sim.callers import Request
+    from sim.world import World
 
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
@@ -147,7 +148,8 @@ class DecodeWorker(Worker):
             request = self.requests[number]
             world.tally.meet("request", self.stages[number], kind_of(outcome))
             if isinstance(outcome, Emitted):
-                world.on_token(request, outcome.token.token_id)
+                if not request.given_up:
+                    world.on_token(request, outcome.token.token_id)
                 continue
             attempt = self.attempts.pop(number, None)
             if attempt is not None:
@@ -161,7 +163,8 @@ class DecodeWorker(Worker):
             error = None if isinstance(outcome, Finished) else outcome.error
             if error is not None:
                 world.tally.reasons[error.reason] += 1
-            world.on_end(request, error)
+            if not request.given_up:
+                world.on_end(request, error)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
