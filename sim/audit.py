@@ -49,6 +49,7 @@ def settle(world: World) -> None:
         laws.require(ok, "not_in_service", f"request {request.number} by {request.gateway.name}: {request.error!r}")
     for gateway in world.gateways:
         laws.require(not gateway.ledger.loads, "claims_left", f"{gateway.name}: {dict(gateway.ledger.loads)}")
+        laws.require(not len(gateway.roll), "claims_left", f"{gateway.name} has {len(gateway.roll)} on its roll")
     world.controller.judge_overdue()
     world.fabric.land_all()
     for decode in (d for d in world.decodes if d.alive):

@@ -37,7 +37,8 @@ from kvstore.errors import GenlockError
 from sim.worker import Worker
 
 if TYPE_CHECKING:
-    from sim.world import Request, World
+    from sim.callers import Request
+    from sim.world import World
 
 TURN_MS = 10
 ENOUGH_MS = 10_000  # more than any request may take

@@ -50,6 +50,15 @@ _ENDS = ("cancelled", "deadline_exceeded", "failed")
 _REQUEST: dict[str, tuple[str, ...]] = {
     "waiting": ("assigned", *_ENDS), "handoff": _ENDS, "joined": ("token", "finished", "preempted", *_ENDS)
 }  # fmt: skip
+# What a label meant at a gateway when it was asked, retried or aborted. `elsewhere`: the tenant's own, at another
+# gateway; `another's`: another tenant's alone.
+_LABEL: dict[str, tuple[str, ...]] = {
+    "unknown": ("asked", "aborted"),
+    "another's": ("asked", "aborted"),
+    **dict.fromkeys(("empty", "live", "elsewhere", "ended"), ("asked", "retried", "aborted")),
+}
+# How far a request had come when an Abort named it.
+_ABORTED = ("on its way", "waiting", "handoff", "joined", "answered", "stopping", "of several answers")
 # A worker as the controller sees it at the beginning of a turn, and what it hears of it then.
 _HEARD = ("Told", "Silent", "Ended", "DrainAsked")
 _WORKER: dict[str, tuple[str, ...]] = {
@@ -67,6 +76,8 @@ def named_cells() -> list[str]:
     made = [f"lease ends {gap}" for gap in GAPS]
     made += [f"handoff {state} x {event}" for state in _HANDOFF for event in _HANDOFF_EVENTS]
     made += [f"request {state} x {event}" for state, events in _REQUEST.items() for event in events]
+    made += [f"label {state} x {event}" for state, events in _LABEL.items() for event in events]
+    made += [f"request {state} x aborted" for state in _ABORTED] + ["request stopping x ended before"]
     return made + [f"worker {state} x {event}" for state, events in _WORKER.items() for event in events]
 
 

@@ -24,6 +24,7 @@ def judge(world: World) -> None:
     for decode in world.decodes:
         if decode.alive:
             _questions(world, decode)
+            _for_nobody(world, decode)
             _handoffs(world, decode)
             _copies(world, decode)
     for prefill in world.prefills:
@@ -38,11 +39,19 @@ def _questions(world: World, decode: DecodeWorker) -> None:
         _require(world, decode, due_ms, f"{decode.name}: the question of request {number}")
 
 
+def _for_nobody(world: World, decode: DecodeWorker) -> None:
+    """What a gateway has given up ends at decode as soon as decode hears of it."""
+    for request in decode.requests.values():
+        if request.given_up:
+            _require(world, None, request.due_ms, f"{decode.name}: request {request.number}, which was given up,")
+
+
 def _handoffs(world: World, decode: DecodeWorker) -> None:
     """A handoff is due with its request, so it must have one that is open."""
     for number, attempt in decode.attempts.items():
         request = decode.requests.get(number)
-        if request is None or request.ended or attempt.closed:
+        ended = request is None or (request.ended and not request.given_up)
+        if ended or attempt.closed:
             world.laws.broken("overdue", f"{decode.name}: a handoff without a request, {number}")
 
 

@@ -36,7 +36,8 @@ from sim.steps import StepDriver
 from sim.worker import Work, Worker
 
 if TYPE_CHECKING:
-    from sim.world import Places, Request, World
+    from sim.callers import Places, Request
+    from sim.world import World
 
 PULL_TIMEOUT_MS = 60
 HANG_UP_MS = 40
@@ -169,7 +170,8 @@ class DecodeWorker(Worker):
             request = self.requests[number]
             world.tally.meet("request", self.stages[number], kind_of(outcome))
             if isinstance(outcome, Emitted):
-                world.on_token(request, outcome.token.token_id)
+                if not request.given_up:
+                    world.on_token(request, outcome.token.token_id)
                 continue
             attempt = self.attempts.pop(number, None)
             if attempt is not None:
@@ -183,7 +185,8 @@ class DecodeWorker(Worker):
             error = None if isinstance(outcome, Finished) else outcome.error
             if error is not None:
                 world.tally.reasons[error.reason] += 1
-            world.on_end(request, error)
+            if not request.given_up:
+                world.on_end(request, error)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +195,7 @@ class DecodeWorker(Worker):
         for start in self.core.admit(self.now):
             if isinstance(start, PrefillWanted):
                 self.asked_ms[start.request_no] = self.world.heap.now_ms
-                self.world.ask(self.requests[start.request_no], start.attempt)
+                self.world.callers.wanted(self.requests[start.request_no], start.attempt)
                 continue
             places = self.places[start.request_no]
             attempt = Attempt(self, start, places.prefill, places.prefill_endpoint)

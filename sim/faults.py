@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields, replace
 ARMED_SHARE = 0.25  # chance that a site is armed in a seed
 CALM_SHARE = 0.06  # chance that a seed has no fault at all
 _RATES = (0.005, 0.02, 0.06)
+# few opportunities in a run
 _SELDOM = frozenset((
-    "drain_lost", "start_fails", "end_unheard", "clock_skew", "assign_lost", "assign_late", "assign_twice",
+    "drain_lost", "start_fails", "end_unheard", "clock_skew", "client_repeat", "label_shared", "client_abort",
+    "abort_twice", "abort_by_other", "abort_unknown", "abort_near_end", "assign_lost", "assign_late", "assign_twice",
     "assigned_leaves",
-))  # few opportunities in a run  # fmt: skip
+))  # fmt: skip
 _SELDOM_RATES = (0.1, 0.2, 0.5)
 
 
@@ -60,6 +62,12 @@ class Faults:
     # callers
     client_cancel: float = 0.0
     client_repeat: float = 0.0
+    label_shared: float = 0.0
+    client_abort: float = 0.0
+    abort_twice: float = 0.0
+    abort_by_other: float = 0.0
+    abort_unknown: float = 0.0
+    abort_near_end: float = 0.0
     short_deadline: float = 0.0
     gateway_death: float = 0.0
     # a gateway that is asked who computes a preempted request again

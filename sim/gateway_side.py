@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cluster.gateway.fleet import Claim, Fleet, FleetPolicy, Ledger, release_all
+from cluster.gateway.roll import Roll
 from cluster.gateway.watch import View, follow
 from cluster.registry.records import Desired, WorkerRecord
 from cluster.roles import Role
@@ -16,12 +17,14 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, GenlockError, Unavailable
 
 if TYPE_CHECKING:
+    from sim.callers import Asked, Places, Request
     from sim.worker import Worker
-    from sim.world import Places, Request, World
+    from sim.world import World
 
 POLL_MS = 20
 STATUS_TIMEOUT_MS = 15  # less than POLL_MS: a round is over before the next one begins
 LOOK_AGAIN_MS = 5
+MOST_REQUESTS = 1000  # more than anybody asks
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Gateway:
         self.alive = True
         self.fleet = Fleet(FleetPolicy(request_limit=limits.max_running + limits.max_waiting))
         self.ledger = Ledger()
+        self.roll: Roll[Asked] = Roll(MOST_REQUESTS, retry_after_ms=0)
         self.version = 0
         self._view = View()
         self.told: dict[str, str] = {}
@@ -112,7 +116,7 @@ class Gateway:
                 if request.at_decode is None:
                     self.world.on_end(request, Unavailable("gateway_lost", "the gateway died"))
                 else:
-                    self.world.leave(request)
+                    self.world.callers.leave(request)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class Gateway:
         self.world.tally.reasons["recompute_kept" if kept else "recompute_moved"] += 1
         self._judge_another(views, before, chosen, kept)
         self._claims[request.number] = claim[0], self.ledger.claim(chosen.worker_id, request.ticket.prompt_tokens)
-        request.route = self.world.places(before, chosen)
+        request.route = self.world.callers.places(before, chosen)
         request.awaits = True
         return request.route
 
@@ -232,7 +236,7 @@ class Gateway:
 
     # --- what it knows ----------------------------------------------------------------------------------------------
 
-    def _later(self, delay_ms: int, name: str, call: Callable[..., None], *args: Any) -> None:
+    def later(self, delay_ms: int, name: str, call: Callable[..., None], *args: Any) -> None:
         self.world.heap.after(delay_ms, name, self._run, self.life, call, args)
 
     def _run(self, life: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -243,7 +247,7 @@ class Gateway:
         """A worker was unavailable: the next round comes soon, but not before this one is over."""
         self._round_no += 1
         wait = max(LOOK_AGAIN_MS, self._busy_until_ms - self.world.heap.now_ms)
-        self._later(wait, "poll", self._round, self._round_no)
+        self.later(wait, "poll", self._round, self._round_no)
 
     def _round(self, number: int) -> None:
         if number != self._round_no:
@@ -252,20 +256,20 @@ class Gateway:
         dice, rng, now_ms = world.dice, world.dice.stream("polls"), world.heap.now_ms
         if world.list.up and not dice.hit("list_unread"):
             delay = rng.randrange(1, 4) + (rng.randrange(60) if dice.hit("list_late") else 0)
-            self._later(delay, "poll", self._take_list, world.list.now)
+            self.later(delay, "poll", self._take_list, world.list.now)
         prompt = []
         for record in self.fleet.workers.values():
             name, endpoint = record.worker_id, record.endpoint
             if dice.hit("status_lost"):
-                self._later(STATUS_TIMEOUT_MS, "poll", self._failed, name, endpoint, DeadlineExceeded("late"))
+                self.later(STATUS_TIMEOUT_MS, "poll", self._failed, name, endpoint, DeadlineExceeded("late"))
             elif dice.hit("status_late"):
                 late_ms = rng.randrange(1, STATUS_TIMEOUT_MS)
-                self._later(late_ms, "poll", self._answered, name, endpoint, self._status(name, endpoint))
+                self.later(late_ms, "poll", self._answered, name, endpoint, self._status(name, endpoint))
             else:
                 prompt.append((name, endpoint, self._status(name, endpoint)))
-        self._later(rng.randrange(1, 4), "poll", self._answered_all, prompt)
+        self.later(rng.randrange(1, 4), "poll", self._answered_all, prompt)
         self._busy_until_ms = now_ms + STATUS_TIMEOUT_MS + 1
-        self._later(POLL_MS, "poll", self._round, number)
+        self.later(POLL_MS, "poll", self._round, number)
 
     def _status(self, name: str, endpoint: str) -> worker_pb2.WorkerStatus | None:
         """What the worker at an endpoint says now; None when nobody answers there."""

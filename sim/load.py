@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 96
 LARGE_FROM = 1_000_000
 LARGE_CONTEXT_TOKENS = 640
 PROBE_TOKENS = 9
-_TENANTS = ("ant", "bee")
+TENANTS = ("ant", "bee")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Wish:
-    """One request before it is sent. `number` is its name in a run; it asks `gateway` for so many `answers`."""
+    """One request before it is sent. `number` is its name in a run; it asks `gateway` for so many `answers`.
+
+    `label` is its caller's own, `shared_label` what a careless caller writes instead: an earlier request's, or none.
+    """
 
     number: int
     at_ms: int
@@ -47,6 +50,8 @@ class Wish:
     ticket: Ticket
     deadline_ms: int
     cancel_after_ms: int
+    label: str
+    shared_label: str
 
 
 def draw_shape(seed: int) -> Shape:
@@ -97,10 +102,16 @@ def draw_wishes(seed: int, shape: Shape) -> list[Wish]:
             max_tokens=rng.choice((1, 2, 6, 12, 30 * min(scale, 3))), ignore_eos=rng.random() < 0.3
         )
         sampling = _with_ends(seed, number, prompt, sampling)
-        ticket = Ticket(rng.randbytes(16), rng.choice(_TENANTS), prompt, sampling, "sim", "sim")
+        ticket = Ticket(rng.randbytes(16), rng.choice(TENANTS), prompt, sampling, "sim", "sim")
         gateway, answers = rng.randrange(shape.gateways), rng.choice((1, 1, 1, 1, 1, 2))
-        wishes.append(Wish(number, at_ms, gateway, answers, ticket, 5000, rng.randrange(120)))
+        labels = f"label-{number}", _shared_label(seed, number)
+        wishes.append(Wish(number, at_ms, gateway, answers, ticket, 5000, rng.randrange(120), *labels))
     return wishes
+
+
+def _shared_label(seed: int, number: int) -> str:
+    rng = random.Random(f"{seed}/labels/{number}")
+    return rng.choice(("", "label-0", f"label-{rng.randrange(max(1, number))}"))
 
 
 def _with_ends(seed: int, number: int, prompt: tuple[int, ...], sampling: SamplingParams) -> SamplingParams:
@@ -118,8 +129,8 @@ def draw_probe(seed: int, gateway: int) -> Wish:
     """What each gateway is asked when everything has calmed down; nobody has asked it before."""
     rng = random.Random(f"{seed}/probe/{gateway}")
     sampling = SamplingParams(max_tokens=3)
-    ticket = Ticket(rng.randbytes(16), _TENANTS[0], _tokens(rng, PROBE_TOKENS), sampling, "sim", "sim")
-    return Wish(-1, 0, gateway, 1, ticket, 5000, 0)
+    ticket = Ticket(rng.randbytes(16), TENANTS[0], _tokens(rng, PROBE_TOKENS), sampling, "sim", "sim")
+    return Wish(-1, 0, gateway, 1, ticket, 5000, 0, f"probe-{gateway}", "")
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ class Net:
         self._number += 1
         call = Call(self._number, decode, decode.life, prefill, prefill.life, attempt)
         self.open[call.number] = call
+        self._world.judge_id(ticket.ticket_id, f"an attempt at {decode.name}")
         if not prefill.alive or prefill.endpoint != endpoint:
             self.end(call, Unavailable("prefill_unreachable", "nobody answers"))
         elif not self._dice.hit("call_lost"):

@@ -68,6 +68,7 @@ class PrefillWorker(Worker):
             self.world.tally.reasons[error.reason] += 1
             self.world.net.end(call, error)
             return
+        self.world.judge_id(seq.handoff_id, f"a handoff of {self.name}")
         call.request_no, call.handoff_id = seq.request_no, seq.handoff_id
         self.calls[seq.request_no] = call
         self.promised_ms[seq.handoff_id] = self.world.heap.now_ms

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, KeysView, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from cluster.control.core import unsettled
-from cluster.router import Route, WorkerView
 from decode.core import DecodeLimits
 from kvstore.checks import Checks
 from kvstore.digest import Digester
@@ -17,8 +15,8 @@ from kvstore.errors import GenlockError, InvalidInput, NoCapacity, Unavailable
 from kvstore.keys import PrefixIdentity, PrefixKeyer
 from kvstore.layout import PageLayout
 from kvstore.transfer.faults import FaultHooks
-from model.ticket import Ticket
 from sim import audit, deadlines
+from sim.callers import Callers, Request
 from sim.compute import Oracle, small_layouts
 from sim.control_side import Controller
 from sim.copies import Copies
@@ -27,7 +25,7 @@ from sim.events import Heap
 from sim.faults import Dice, Faults
 from sim.gateway_side import Gateway, WorkerList
 from sim.laws import LAWS, Broken, Laws, Violation
-from sim.load import PROBE_TOKENS, Shape, Wish, draw_probe, draw_shape, draw_wishes
+from sim.load import PROBE_TOKENS, Shape, draw_probe, draw_shape, draw_wishes
 from sim.mischief import Mischief
 from sim.net import Call, Net
 from sim.prefill_side import PrefillWorker
@@ -39,7 +37,6 @@ CALM_AFTER_MS = 150  # faults stop so long after the last request
 PROBE_AFTER_MS = 100  # time for every gateway to look at every worker again
 LIMIT_MS = 17_000  # more than the longest request, and then the longest drain
 HEAVY_EVERY = 32
-SUBMIT_MS = 1
 EVERY_EVENT_SHARE = 0.1  # of the seeds, whose books are audited in full after every event
 
 
@@ -54,46 +51,6 @@ class Kit:
 def make_kit() -> Kit:
     layouts = small_layouts()
     return Kit(layouts, Digester(SECRET, layouts[0].slot_bytes))
-
-
-@dataclass(frozen=True)
-class Places:
-    """A route: workers, where the gateway meant to find them, and which lives they had then."""
-
-    decode: DecodeWorker
-    decode_endpoint: str
-    prefill: PrefillWorker
-    prefill_endpoint: str
-    lives: tuple[tuple[str, int], tuple[str, int]]
-
-
-@dataclass
-class Request:
-    """A request as its caller sees it."""
-
-    number: int
-    ticket: Ticket
-    deadline_ms: int
-    oracle: Oracle
-    gateway: Gateway
-    gateway_life: int
-    due_ms: int
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-    error: GenlockError | None = None
-    route: Places | None = None
-    at_decode: tuple[DecodeWorker, int, int] | None = None
-    awaits: bool = True  # the next token comes from a prefill worker
-    last_resort: bool = False  # of preemption: a worker that drains, since no other was there
-
-    @property
-    def most_tokens(self) -> int:
-        return self.ticket.prompt_tokens + self.ticket.sampling.max_tokens
-
-    @cached_property
-    def whole(self) -> int:
-        """How many tokens the answer has when nothing cuts it short."""
-        return self.oracle.length(self.ticket.sampling)
 
 
 class World:
@@ -125,6 +82,7 @@ class World:
         self.fabric.hooks = FaultHooks(between_halves=self.copies.between_halves)
         self.net = Net(self)
         self.incarnations: set[int] = set()
+        self._made_ids: set[bytes] = set()
         self.list = WorkerList()
         self.partition: tuple[str, str, int] = ("", "", 0)
         self.requests: list[Request] = []
@@ -138,9 +96,7 @@ class World:
         self.gateways = [Gateway(self, i) for i in range(self.shape.gateways)]
         self.mischief = Mischief(self)
         wishes = [w for w in draw_wishes(seed, self.shape) if only is None or w.number in only]
-        self._left = len(wishes)
-        for wish in wishes:
-            self.heap.after(wish.at_ms, "ask", self._ask, wish)
+        self.callers = Callers(self, wishes)
         self.probes: list[Request] = []
         self._probed = False
         self._calm_since_ms: int | None = None
@@ -232,7 +188,7 @@ class World:
                 return
 
     def finished(self) -> bool:
-        if self._left or not self.dice.over or not all(r.ended for r in self.requests):
+        if self.callers.left or not self.dice.over or not all(r.ended for r in self.requests):
             return not len(self.heap)
         # A cordon ends by itself; the record of a worker that is gone may keep one.
         cordoned = any(self.worker(name).alive for name in self.list.cordoned)
@@ -257,84 +213,10 @@ class World:
             return
         for index in range(len(self.gateways)):
             wish = draw_probe(self.seed, index)
-            self._send(wish, wish.ticket, 1, wish.deadline_ms)
+            self.callers.send(wish, wish.ticket, 1, wish.deadline_ms, "asked")
         self.probes = self.requests[-len(self.gateways) :]
 
-    # --- callers ----------------------------------------------------------------------------------------------------
-
-    def _ask(self, wish: Wish) -> None:
-        self._left -= 1
-        ticket, deadline_ms = wish.ticket, wish.deadline_ms
-        if self.dice.hit("short_deadline"):
-            deadline_ms = self.dice.stream("short_deadline/by").randrange(5, 80)
-        self._send(wish, ticket, wish.answers, deadline_ms)
-        if self.dice.hit("client_repeat"):  # the same request again while the first is on its way
-            self._send(wish, self._again(ticket), 1, deadline_ms)
-
-    def _again(self, ticket: Ticket) -> Ticket:
-        """Every attempt has an id of its own."""
-        return replace(ticket, ticket_id=self.dice.stream("ids").randbytes(16))
-
-    def _send(self, wish: Wish, ticket: Ticket, answers: int, deadline_ms: int) -> None:
-        gateway = self.gateways[wish.gateway]
-        first = self._request(gateway, ticket, deadline_ms)
-        asked = [first, *(self._request(gateway, self._again(ticket), deadline_ms) for _ in range(answers - 1))]
-        try:
-            if not gateway.alive:
-                raise Unavailable("gateway_unreachable", "nobody answers")
-            routes = gateway.routes(first.most_tokens, answers)
-        except GenlockError as error:
-            self.tally.reasons[error.reason] += 1
-            for request in asked:
-                self.on_end(request, error)
-            return
-        for request, route in zip(asked, routes, strict=True):
-            gateway.claim(request, route)
-            self._open(wish, request, route)
-
-    def _request(self, gateway: Gateway, ticket: Ticket, deadline_ms: int) -> Request:
-        oracle = self.oracle(ticket.token_ids)
-        due_ms = self.heap.now_ms + SUBMIT_MS + deadline_ms
-        request = Request(len(self.requests), ticket, deadline_ms, oracle, gateway, gateway.life, due_ms)
-        self.requests.append(request)
-        return request
-
-    def _open(self, wish: Wish, request: Request, route: Route) -> None:
-        decode = self.worker(route.decode.worker_id)
-        assert isinstance(decode, DecodeWorker)
-        request.route = self._with_prefill(decode, route.decode.endpoint, decode.life, route.prefill)
-        self.heap.after(SUBMIT_MS, "submit", self._submit, request, request.route)
-        if self.dice.hit("client_cancel"):
-            for _ in range(2 if self.dice.hit("cancel_twice") else 1):
-                self.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
-
-    def _with_prefill(self, decode: DecodeWorker, endpoint: str, life: int, chosen: WorkerView) -> Places:
-        prefill = self.worker(chosen.worker_id)
-        assert isinstance(prefill, PrefillWorker)
-        lives = (decode.name, life), (prefill.name, prefill.life)
-        return Places(decode, endpoint, prefill, chosen.endpoint, lives)
-
-    def places(self, before: Places, chosen: WorkerView) -> Places:
-        """The same decode worker, with another prefill worker."""
-        return self._with_prefill(before.decode, before.decode_endpoint, before.lives[0][1], chosen)
-
-    def ask(self, request: Request, attempt: int) -> None:
-        """A decode worker's question travels to the gateway that sent the request."""
-        self.heap.after(SUBMIT_MS, "ask", request.gateway.on_wanted, request, request.gateway_life, attempt)
-
-    def _submit(self, request: Request, route: Places) -> None:
-        if request.ended:  # its gateway died
-            return
-        if route.decode.alive and route.decode.endpoint == route.decode_endpoint:
-            route.decode.on_submit(request, route)
-        else:
-            self.on_end(request, Unavailable("decode_unreachable", "no decode worker answers"))
-
-    def leave(self, request: Request) -> None:
-        """The caller goes away."""
-        if request.at_decode is not None and not request.ended:
-            decode, _, number = request.at_decode
-            decode.later(0, "cancel", decode.on_cancel, number)
+    # --- what callers see -------------------------------------------------------------------------------------------
 
     def on_token(self, request: Request, token: int) -> None:
         laws, index = self.laws, len(request.tokens)
@@ -347,6 +229,8 @@ class World:
         wanted = request.oracle.answer(index)
         if token != wanted:
             laws.broken("wrong_token", f"request {request.number} token {index}: {token}, the oracle says {wanted}")
+        if index + 2 >= request.whole:
+            self.callers.nearly_done(request.asked)
         if index >= request.whole:
             laws.broken("wrong_length", f"request {request.number} token {index} of {request.whole}")
 
@@ -357,14 +241,22 @@ class World:
         if request.gateway_life == request.gateway.life:
             request.gateway.on_end(request, error)
         if error is not None:
-            self.controller.judge_end(request, error)
+            if not request.given_up:  # not for its own failure
+                self.controller.judge_end(request, error)
         elif len(request.tokens) != request.whole:
             self.laws.broken("wrong_length", f"request {request.number}: {len(request.tokens)} of {request.whole}")
         if isinstance(error, InvalidInput):
             self.laws.broken("blames_the_caller", f"request {request.number}: {error.reason} in {error.field}")
-        # A caller that went away, or a pool that is too small, needs no fault.
-        if error is not None and not self.dice.armed and not isinstance(error, NoCapacity):
+        # A caller that went away or aborted it, or a pool that is too small, needs no fault.
+        excused = isinstance(error, NoCapacity) or request.asked.stopped_by is not None
+        if error is not None and not self.dice.armed and not excused:
             self.laws.broken("failed_without_fault", f"request {request.number}: {error.reason}")
+        self.callers.answered(request, error)
+
+    def judge_id(self, made_id: bytes, whose: str) -> None:
+        """A server made an id, for an attempt or for a handoff."""
+        self.laws.require(made_id not in self._made_ids, "id_repeats", f"{whose}: {made_id.hex()}")
+        self._made_ids.add(made_id)
 
     def stop_worker(self, worker: Worker, how: str) -> None:
         """The process ends; `how` says in its requests' errors whether it was `lost` or `stopped`."""
@@ -375,7 +267,8 @@ class World:
         elif isinstance(worker, DecodeWorker):
             self.net.decode_lost(worker)
             for request in worker.requests.values():
-                self.on_end(request, Unavailable(f"decode_{how}", "the decode worker is gone"))
+                if not request.given_up:
+                    self.on_end(request, Unavailable(f"decode_{how}", "the decode worker is gone"))
 
     # --- copies -----------------------------------------------------------------------------------------------------
 

@@ -103,8 +103,11 @@ KINDS = (
           "Servers make ids, 16 random bytes for each attempt; a client's id is a label.",
           ("tests/integration/test_edges.py::test_one_label_twice_at_once_and_a_retry_while_the_first_runs",
            "tests/integration/test_edges.py::test_three_answers_at_once_are_three_attempts_and_each_is_right",
-           "tests/integration/test_gateway.py::test_n_answers_have_own_tickets_and_seeds", "sim client_repeat"),
-          ("row 1", "without handoff_id")),
+           "tests/integration/test_gateway.py::test_n_answers_have_own_tickets_and_seeds",
+           "tests/sim/test_sim_labels.py::test_labels_that_meet_everywhere_cost_no_answer_but_the_aborted",
+           "sim client_repeat", "sim label_shared", "sim client_abort"),
+          ("row 1", "without handoff_id",
+           "tests/sim/test_sim_labels.py::test_with_ids_of_labels_a_caller_is_told_another_prompts_token")),
     Fault(13, "A client steers the transfer", ("vllm#47843", "vllm#49796"),
           "Peer address and block ids arrive in the client's body.",
           "No field of a client names a peer, a page or a tenant; look-alikes are refused by name or ignored, and no "

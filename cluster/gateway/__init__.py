@@ -2,6 +2,7 @@
 
 admission.py  every field is checked, before any worker is called (pure)
 prompt.py     text and messages become token ids, once
+roll.py       which requests run, and which of them a label names (pure)
 fleet.py      which workers are there (pure)
 choice.py     one stream from decode: checked, detokenized, cut at stop strings
 text.py       tokens to text without half characters and without leaked stop strings (pure)

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.gateway.fleet import WorkerRecord
 from cluster.gateway.identity import operator
 from cluster.gateway.peers import ask_peers
-from cluster.gateway.running import running_message
+from cluster.gateway.running import meant_by, running_message
 from cluster.gateway.state import GatewayState
 from cluster.operators.explain import explain
 from cluster.operators.service import FleetService, Metadata
@@ -77,7 +77,7 @@ class OperatorService(FleetService):
     def _described(self, wanted: str) -> pb.DescribeRequestResponse | None:
         """None: this gateway does not know it. Raises NotFound for a label of several."""
         state = self._state
-        found = [one for one in state.running if wanted in (one.facts.server_id, one.key[1])]
+        found = meant_by(state.running, wanted)
         if len(found) > 1:
             raise ambiguous(wanted, len(found))
         if found:

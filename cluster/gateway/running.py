@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.gateway.roll import Entry
 from genlock.v1 import inference_pb2
 from genlock.v1 import operator_pb2 as pb
 from kvstore.errors import GenlockError
@@ -54,20 +56,14 @@ class RequestFacts:
         return last
 
 
-class Running:
-    """One running request. `stop` ends it from outside: the caller's Abort, or the end of a drain."""
+class Running(Entry):
+    """One running request and the task that runs it. `stop` cancels the task."""
 
     def __init__(self, key: tuple[str, str], task: asyncio.Task[None], facts: RequestFacts | None = None) -> None:
         """`key`: tenant and the client's label."""
-        self.key = key
+        super().__init__(key, task.cancel)
         self.task = task
         self.facts = facts or RequestFacts()
-        self.stopped_by: GenlockError | None = None
-
-    def stop(self, error: GenlockError) -> None:
-        if self.stopped_by is None:
-            self.stopped_by = error
-            self.task.cancel()
 
 
 class EndedRequests:
@@ -99,6 +95,15 @@ class EndedRequests:
         if found is not None or not request_id:
             return found
         return next((one for one in reversed(self._kept.values()) if one.request.request_id == request_id), None)
+
+
+def meant_by(running: Iterable[Running], request_id: str) -> list[Running]:
+    """The running request with this server's id; else all with this label, whoever's. A client may choose another
+    request's id as its label: the id goes first."""
+    known = list(running) if request_id else []
+    return [one for one in known if one.facts.server_id == request_id] or [
+        one for one in known if one.key[1] == request_id
+    ]
 
 
 def running_message(running: Running, now_ms: float, gateway: str = "") -> pb.RunningRequest:

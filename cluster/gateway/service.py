@@ -12,7 +12,7 @@ from cluster.gateway.path import RequestPath, deadline_ms
 from cluster.gateway.state import GatewayState
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc as services
-from kvstore.errors import Cancelled, DeadlineExceeded, InvalidInput
+from kvstore.errors import DeadlineExceeded
 from wire.replies import Replies
 
 # grpc.aio's context is generic in its stubs and not at run time.
@@ -84,10 +84,5 @@ class InferenceService(services.InferenceServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Only the caller's own requests: the same label of another tenant is another key."""
         tenant = self._state.authenticator.caller(context.invocation_metadata() or ()).tenant
-        if not request.request_id:
-            raise InvalidInput("bad_request_id", "request_id must not be empty", field="request_id")
         check_request_id(request.request_id)
-        hit = [running for running in self._state.running if running.key == (tenant, request.request_id)]
-        for running in hit:
-            running.stop(Cancelled("aborted_by_caller", "the caller aborted this request"))
-        return pb.AbortResponse(aborted=len(hit))
+        return pb.AbortResponse(aborted=self._state.running.abort(tenant, request.request_id))

@@ -13,6 +13,7 @@ from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
 from cluster.gateway.prompt import PromptEncoder
+from cluster.gateway.roll import Roll
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.schemas import SchemaCheck
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
@@ -23,7 +24,7 @@ from cluster.registry.records import GatewayRecord
 from cluster.roles import Role
 from cluster.settings import Config
 from genlock.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.errors import GenlockError, NoCapacity, Unavailable
+from kvstore.errors import GenlockError, Unavailable
 from wire.dial import Dialer
 from wire.ending import end_tasks
 from wire.tracing import Tracer, make_tracer
@@ -67,8 +68,7 @@ class GatewayState:
         self.outcomes: Counter[str] = Counter()
         self.metrics = GatewayMetrics(self._reading)
         self.tracer: Tracer = make_tracer(config.tracing.endpoint, "gateway", config.tracing.sample_ratio)
-        self.running: set[Running] = set()
-        self._by_tenant: Counter[str] = Counter()
+        self.running: Roll[Running] = Roll(config.api.max_requests, config.api.retry_after_ms)
         self.ended_requests = EndedRequests()
         # Where the fleet's RPCs are answered.
         self.backend: Backend = NoFleet()
@@ -206,32 +206,14 @@ class GatewayState:
         """Takes a place among the running requests. Raises NoCapacity, or Unavailable while draining."""
         if self.draining:
             raise Unavailable("draining", "this gateway is stopping and takes no new requests")
-        api = self.config.api
-        most = api.tenant_max_requests if caller.max_requests is None else caller.max_requests
-        if most and self._by_tenant[caller.tenant] >= most:
-            raise NoCapacity(
-                "tenant_full",
-                f"tenant {caller.tenant} has {most} requests running in this gateway, and may have no more",
-                retry_after_ms=api.retry_after_ms,
-            )
-        if len(self.running) >= api.max_requests:
-            raise NoCapacity(
-                "gateway_full",
-                f"{api.max_requests} requests are running in this gateway",
-                retry_after_ms=api.retry_after_ms,
-            )
+        most = self.config.api.tenant_max_requests if caller.max_requests is None else caller.max_requests
         running = Running((caller.tenant, label), task, facts)
-        self.running.add(running)
-        self._by_tenant[caller.tenant] += 1
+        self.running.enter(running, most)
         return running
 
     def leave(self, running: Running) -> None:
         """The request has ended; called once for each that has entered."""
-        self.running.remove(running)
-        tenant = running.key[0]
-        self._by_tenant[tenant] -= 1
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self.running.leave(running)
 
     async def close(self) -> None:
         self.encoder.close()

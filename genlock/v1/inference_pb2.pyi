@@ -704,7 +704,7 @@ class AbortResponse(_message.Message):
 
     ABORTED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.int
-    """Running requests that were told to stop."""
+    """Running requests that this call told to stop; those that were stopping already are not counted."""
     def __init__(
         self,
         *,

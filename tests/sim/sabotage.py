@@ -12,6 +12,18 @@ from kvstore.lifecycle import SlotEvent, SlotState
 from sim.control_side import POLICY
 from sim.mischief import HOG
 from sim.worker import Work
+from tests.sim.sabotage_callers import (
+    abort_one_answer,
+    abort_to_nobody,
+    abort_unasked,
+    abort_with_another_count,
+    asked_that_runs,
+    at_decode,
+    give_up_in_secret,
+    one_ticket_id,
+    several_answers_run,
+    stay_on_the_roll,
+)
 
 
 def running(w):
@@ -391,7 +403,7 @@ def leased(w):
 
 def idle(w):
     """Every request has ended; what follows is of nobody's making."""
-    return bool(w.requests) and not w._left and all(r.ended for r in w.requests)
+    return bool(w.requests) and not w.callers.left and all(r.ended for r in w.requests)
 
 
 SABOTAGE = {
@@ -399,6 +411,10 @@ SABOTAGE = {
     "routed_across_layouts": (lambda w: True, cross_layouts),
     "routed_unevenly": (lambda w: True, count_nothing),
     "claims_left": (idle, forget_claim),
+    "id_repeats": (lambda w: True, one_ticket_id),
+    "abort_missed": (asked_that_runs, abort_to_nobody),
+    "aborted_unnamed": (asked_that_runs, abort_unasked),
+    "abort_miscounted": (asked_that_runs, abort_with_another_count),
     "not_in_service": (lambda w: True, refuse_probes),
     "drain_lost_request": (running, drain_in_haste),
     "drained_with_lease": (leased, count_leases_as_drained),
@@ -441,6 +457,9 @@ ALSO = [
     ("wrong_length", lambda w: True, too_long),
     ("wrong_length", lambda w: True, deaf_to_ends),
     ("wrong_length", lambda w: True, too_few_before_the_end),
+    ("claims_left", idle, stay_on_the_roll),
+    ("abort_missed", several_answers_run, abort_one_answer),
+    ("overdue", at_decode, give_up_in_secret),
     ("overdue", lambda w: True, expire_no_lease),
     ("overdue", lambda w: True, pull_for_ever),
     ("overdue", copying, quiet_for_long),

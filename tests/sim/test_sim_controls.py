@@ -15,7 +15,7 @@ KIT = make_kit()
 
 # check: (seed, law that is broken first when it is off)
 FIRST = {
-    "handoff_id": (86, "wrong_token"),
+    "handoff_id": (0, "wrong_token"),
     "exact_set": (7, "wrong_token"),
     "stream_end": (1, "waits_for_nobody"),
     "bounds": (17, "blames_the_caller"),
@@ -24,27 +24,27 @@ FIRST = {
     "header": (6, "forged_descriptor"),
     "prefix_key": (6, "forged_descriptor"),
     "digest": (6, "adopted_wrong_bytes"),
-    "source_tag": (37, "adopted_stale"),
+    "source_tag": (36, "adopted_stale"),
     "entry": (2, "stale_row_admitted"),
     "kernel": (1, "kernel_read_stale"),
     "exit": (1, "published_stale"),
     "rows": (27, "wrong_token"),
-    "write": (1, "kernel_wrote_foreign"),
-    "quarantine": (1, "counts_differ"),
+    "write": (0, "kernel_wrote_foreign"),
+    "quarantine": (0, "counts_differ"),
     "tag_bump": (0, "tag_repeats"),
     "pins": (6, "pinned_page_retired"),
 }
 
 # set of checks: seed whose caller is told a wrong token
 FIRST_AT_THE_CALLER = {
-    ("handoff_id",): 86,
+    ("handoff_id",): 0,
     ("exact_set",): 7,
     ("stream_end",): 1,
-    ("layout",): 0,
+    ("layout",): 1,
     ("prefix_key",): 54,
     ("digest",): 6,
     ("rows",): 27,
-    ("quarantine",): 23,
+    ("quarantine",): 10,
     ("tag_bump",): 5,
     ("kernel", "exit"): 5,
 }

@@ -17,7 +17,7 @@ from sim.runner import run
 from sim.world import World, make_kit
 
 KIT = make_kit()
-DOOR_OF_DECODE, DOOR_OF_PREFILL = 45, 112  # seeds whose drain meets a request on its way
+DOOR_OF_DECODE, DOOR_OF_PREFILL = 45, 104  # seeds whose drain meets a request on its way
 
 
 def test_a_door_that_closes_at_once_loses_requests(monkeypatch):
