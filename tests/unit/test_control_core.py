@@ -214,6 +214,38 @@ def test_a_worker_is_ready_when_it_has_exchanged_a_page_with_those_that_are():
     assert "prefill-0" in new.rows["decode-0"].reason
 
 
+def test_a_decode_worker_is_not_ready_before_it_has_passed_with_one_that_is_known():
+    """Also where that one is not ready itself yet: both begin together."""
+    starting = row("prefill-0", S)
+    new, _ = reconcile(state(row(phase=S), starting), NOW, [told(proves=True)])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (
+        S, "has not exchanged a page with prefill-0 yet",
+    )  # fmt: skip
+    passed = told(asked=NOW + 1, proves=True, tried=MappingProxyType({"prefill-0": 7}))
+    new, _ = reconcile(new, NOW + 1, [passed])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (R, "")
+
+
+@pytest.mark.parametrize("prefill", [None, row("prefill-0", S, incarnation=0), row("prefill-0", Phase.DRAINING)])
+def test_a_decode_worker_that_knows_no_prefill_worker_is_ready_and_says_so(prefill):
+    rows = [row(phase=S), *([prefill] if prefill is not None else [])]
+    new, _ = reconcile(state(*rows), NOW, [told(proves=True)])
+    assert new.rows["decode-0"].phase is R
+    assert "no prefill worker is known" in new.rows["decode-0"].reason
+    later = replace(new, rows=MappingProxyType({**new.rows, "prefill-0": row("prefill-0")}))
+    new, _ = reconcile(later, NOW + 1, [told(asked=NOW + 1, proves=True)])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (
+        R, "has not exchanged a page with prefill-0 yet",
+    )  # fmt: skip
+    new, _ = reconcile(new, NOW + 2, [told(asked=NOW + 2, proves=True, tried=MappingProxyType({"prefill-0": 7}))])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (R, "")
+
+
+def test_a_worker_that_needs_no_proof_waits_for_nobody():
+    new, _ = reconcile(state(row(phase=S), row("prefill-0", S)), NOW, [told(proves=False)])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (R, "")
+
+
 def test_decode_drains_before_prefill():
     rows = [row("decode-0"), row("decode-1"), row("prefill-0"), row("prefill-1")]
     new, actions = reconcile(state(*rows, wanted=desired(1, 1)), NOW)
