@@ -39,6 +39,7 @@ from cluster.roles import Role
 
 # Decode first: its running requests may still need prefill.
 ROLES = (Role.DECODE, Role.PREFILL)
+NO_PREFILL = "ready, but no prefill worker is known: it has not exchanged a page with anybody"
 
 
 def reconcile(state: State, now_ms: int, observations: Iterable[Observation] = ()) -> tuple[State, tuple[Action, ...]]:
@@ -103,6 +104,11 @@ def unsettled(state: State) -> str:
 
 def _is_to_go(row: Row) -> bool:
     return row.leaving or bool(row.asked)
+
+
+def _is_there(row: Row) -> bool:
+    """It has answered, and nobody has asked it to go: an exchange with it is asked for."""
+    return row.phase in (Phase.STARTING, Phase.READY) and row.step is Step.NONE and row.incarnation != 0
 
 
 def _why(row: Row) -> str:
@@ -189,10 +195,28 @@ class _Turn:
             self.rows[row.worker_id] = replace(row, reason=fault[:256])  # its start's deadline decides
         elif fault:
             self._to(row, Phase.DEGRADED, fault)
-        elif row.phase is Phase.STARTING and (untried := self._untried(row)):
+        elif row.phase is Phase.STARTING and (untried := self._waits_for(row)):
             self.rows[row.worker_id] = replace(row, reason=f"has not exchanged a page with {untried} yet")
         elif row.phase is not Phase.READY:
-            self._to(row, Phase.READY, "", ready_ms=self.now_ms, deadline_ms=0)
+            self._to(row, Phase.READY, self._ready_but(row), ready_ms=self.now_ms, deadline_ms=0)
+        elif row.reason != (reason := self._ready_but(row)):
+            self.rows[row.worker_id] = replace(row, reason=reason)
+
+    def _waits_for(self, row: Row) -> str:
+        """Whom a starting worker still has to exchange a page with; "" for nobody. All that are ready, for half of its
+        start's time; then one of them is enough, or one that cannot be reached would keep every new worker out."""
+        untried = self._untried(row)
+        patient = self.now_ms < row.deadline_ms - self.policy.start_ms // 2
+        if untried and (patient or not self._tried_one(row)):
+            return untried
+        return self._unproved(row)
+
+    def _tried_one(self, row: Row) -> bool:
+        """An exchange of a starting worker with a ready one of the other role has been tried."""
+        if row.role is Role.DECODE:
+            return bool(row.tried)
+        ready = [other for other in self._of(Role.DECODE) if other.phase is Phase.READY and other.step is Step.NONE]
+        return any(not other.proves or other.tried.get(row.worker_id) == row.incarnation for other in ready)
 
     def _untried(self, row: Row) -> str:
         """A ready worker of the other role that this one could not serve with yet; "" where there is none."""
@@ -202,6 +226,24 @@ class _Turn:
             if new and other.phase is Phase.READY and other.step is Step.NONE:
                 return other.worker_id
         return ""
+
+    def _unproved(self, row: Row) -> str:
+        """A prefill worker that is known, where this decode worker has passed an exchange with none; "" where it has,
+        or where nobody is known. One that fails with all has a fault: where some were tried, one of them passed."""
+        if not row.proves or row.tried:
+            return ""
+        known = (other.worker_id for other in self._of(Role.PREFILL) if _is_there(other))
+        return min(known, default="")
+
+    def _ready_but(self, row: Row) -> str:
+        """What a ready worker's reason says of it. A decode worker that was ready stays so while prefill workers begin
+        new lives: each is tried at once."""
+        if not row.proves:
+            return ""
+        missing = self._untried(row) or self._unproved(row)
+        if not missing and not row.tried:
+            return NO_PREFILL
+        return f"has not exchanged a page with {missing} yet" if missing else ""
 
     def _silent(self, row: Row, seen: Silent) -> None:
         row = self.rows[row.worker_id] = replace(row, late_answers=row.late_answers + 1)

@@ -13,8 +13,9 @@ What shapes this file (measured, and read in the library's TCP transport):
 - Over TCP a descriptor that failed, alone in its batch, has ended too: the library reports it only from the handler of
   its last socket operation. For other protocols only success counts as an end; what has not ended is unquiesced until
   `close`, and a worker whose engine keeps such transfers must replace the engine (and its pool) to get the pages back.
-- The library has no authentication and listens on all interfaces: whoever reaches its ports can read and write
-  registered memory. Deployments must fence these ports off; tags, digests and prefix keys catch what is damaged.
+- The library has no authentication and listens on all interfaces, also where MC_TCP_BIND_ADDRESS names one (that is
+  only what it tells its peers): whoever reaches its ports can read and write registered memory. Deployments must fence
+  these ports off; tags, digests and prefix keys catch what is damaged.
 - Opening a peer holds a lock of the library for up to 60 s, so a peer is probed in a thread of its own first.
 """
 

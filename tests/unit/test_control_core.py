@@ -231,6 +231,64 @@ def test_a_worker_is_ready_when_it_has_exchanged_a_page_with_those_that_are():
     assert "prefill-0" in new.rows["decode-0"].reason
 
 
+def test_a_decode_worker_is_not_ready_before_it_has_passed_with_one_that_is_known():
+    """Also where that one is not ready itself yet: both begin together."""
+    starting = row("prefill-0", S)
+    new, _ = reconcile(state(row(phase=S), starting), NOW, [told(proves=True)])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (
+        S, "has not exchanged a page with prefill-0 yet",
+    )  # fmt: skip
+    passed = told(asked=NOW + 1, proves=True, tried=MappingProxyType({"prefill-0": 7}))
+    new, _ = reconcile(new, NOW + 1, [passed])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (R, "")
+
+
+@pytest.mark.parametrize("prefill", [None, row("prefill-0", S, incarnation=0), row("prefill-0", Phase.DRAINING)])
+def test_a_decode_worker_that_knows_no_prefill_worker_is_ready_and_says_so(prefill):
+    rows = [row(phase=S), *([prefill] if prefill is not None else [])]
+    new, _ = reconcile(state(*rows), NOW, [told(proves=True)])
+    assert new.rows["decode-0"].phase is R
+    assert "no prefill worker is known" in new.rows["decode-0"].reason
+    later = replace(new, rows=MappingProxyType({**new.rows, "prefill-0": row("prefill-0")}))
+    new, _ = reconcile(later, NOW + 1, [told(asked=NOW + 1, proves=True)])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (
+        R, "has not exchanged a page with prefill-0 yet",
+    )  # fmt: skip
+    new, _ = reconcile(new, NOW + 2, [told(asked=NOW + 2, proves=True, tried=MappingProxyType({"prefill-0": 7}))])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (R, "")
+
+
+@pytest.mark.parametrize("name", ["decode-9", "prefill-9"])
+def test_one_that_cannot_be_reached_keeps_no_new_worker_out_for_ever(name: str):
+    """Of two ready workers of the other role one answers to nobody: after half of the start's time the other one is
+    enough, and the reason of who is ready names the first."""
+    new_one = row(name, S, incarnation=7)
+    if name == "decode-9":
+        others = [row("prefill-0"), row("prefill-1")]
+        heard = {"proves": True, "tried": MappingProxyType({"prefill-0": 7})}
+    else:
+        tried = {"decode-0": MappingProxyType({"prefill-9": 7}), "decode-1": MappingProxyType({"prefill-0": 7})}
+        others = [row("prefill-0"), *(row(key, proves=True, tried=value) for key, value in tried.items())]
+        heard = {}
+    before = state(new_one, *others)
+    early, _ = reconcile(before, NOW + 499, [told(name, NOW + 499, **heard)])
+    assert early.rows[name].phase is S
+    late, _ = reconcile(early, NOW + 500, [told(name, NOW + 500, **heard)])
+    assert late.rows[name].phase is R
+    if name == "decode-9":
+        assert late.rows[name].reason == "has not exchanged a page with prefill-1 yet"
+    # With nobody at all there is no exchange to rely on.
+    strangers = [replace(other, tried=MappingProxyType({})) for other in others]
+    heard = {**heard, "tried": MappingProxyType({})}
+    none, _ = reconcile(state(new_one, *strangers), NOW + 500, [told(name, NOW + 500, **heard)])
+    assert none.rows[name].phase is S
+
+
+def test_a_worker_that_needs_no_proof_waits_for_nobody():
+    new, _ = reconcile(state(row(phase=S), row("prefill-0", S)), NOW, [told(proves=False)])
+    assert (new.rows["decode-0"].phase, new.rows["decode-0"].reason) == (R, "")
+
+
 def test_decode_drains_before_prefill():
     rows = [row("decode-0"), row("decode-1"), row("prefill-0"), row("prefill-1")]
     new, actions = reconcile(state(*rows, wanted=desired(1, 1)), NOW)
