@@ -101,6 +101,27 @@ def route_many(
     return routes
 
 
+def route_elsewhere(
+    workers: Iterable[WorkerView], left: tuple[str, str], *, retry_after_ms: int = 500, affinity: bytes = b""
+) -> Route:
+    """Another pair for a request that a worker of its pair `left` (decode, prefill) turned away because it drains.
+
+    Which of the two it was need not be known: a pair without both is looked for first, then one with another decode
+    worker, then one with another prefill worker. Raises what `route` raises.
+    """
+    fleet = tuple(workers)
+    decode, prefill = left
+    for gone in ((decode, prefill), (decode,)):
+        try:
+            others = [worker for worker in fleet if worker.worker_id not in gone]
+            return route(others, retry_after_ms=retry_after_ms, affinity=affinity)
+        except (Unavailable, NoCapacity):
+            continue
+    return route(
+        [worker for worker in fleet if worker.worker_id != prefill], retry_after_ms=retry_after_ms, affinity=affinity
+    )
+
+
 def another_prefill(workers: Iterable[WorkerView], decode_id: str, present: str) -> WorkerView:
     """The prefill worker that computes a preempted request of a decode worker again.
 

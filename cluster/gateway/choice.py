@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from cluster.gateway.placement import MAX_MOVES, Placed, turned_away
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
-from cluster.gateway.sessions import DecodeCall, Token
+from cluster.gateway.sessions import Token
 from cluster.gateway.text import ChoiceText, Piece
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2 as worker
@@ -27,21 +27,6 @@ class ChoiceSpec:
     stream: bool
     sampling: SamplingParams
     prompt_tokens: int
-    decode_worker: str
-
-
-class Seat(Protocol):
-    """The answer's prefill worker, as it is now."""
-
-    @property
-    def worker(self) -> str: ...
-
-    @property
-    def waiting(self) -> bool:
-        """No token has come since the worker was chosen."""
-        ...
-
-    def computed(self) -> None: ...
 
 
 class Choice:
@@ -50,20 +35,22 @@ class Choice:
     def __init__(
         self,
         spec: ChoiceSpec,
-        call: DecodeCall,
+        placed: Placed,
         tokenizer: GatewayTokenizer,
         checks: StreamChecks,
         now_ms: Callable[[], float],
         received_ms: float,
-        seat: Seat,
+        elsewhere: Callable[[Placed], Placed | None],
     ) -> None:
+        """`elsewhere`: sends the same answer to another pair, after one that turned it away."""
         self._spec = spec
-        self._call = call
+        self._placed = placed
+        self._elsewhere = elsewhere
+        self._moves = 0
         self._tokenizer = tokenizer
         self._checks = checks
         self._now_ms = now_ms
         self._received_ms = received_ms
-        self._seat = seat
         hidden = frozenset(spec.sampling.stop_token_ids)
         self._text: ChoiceText[Token] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
         self._first_ms = 0.0
@@ -72,7 +59,7 @@ class Choice:
 
     def cancel(self) -> None:
         """Ends the call to decode at once; no effect on one that has ended."""
-        self._call.cancel()
+        self._placed.call.cancel()
 
     async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """All messages of this answer; the last one carries `finished`.
@@ -83,8 +70,10 @@ class Choice:
         finished: worker.DecodeFinished | None = None
         while finished is None:
             try:
-                tokens, finished = await self._call.next()
-            except Unavailable:
+                tokens, finished = await self._placed.call.next()
+            except Unavailable as refusal:
+                if self._moved(refusal):
+                    continue
                 if self._checks.require_finished:
                     raise
                 tokens, finished = (), self._as_if_finished()
@@ -112,11 +101,23 @@ class Choice:
         """The end of an answer that was cut, where nobody asks."""
         return worker.DecodeFinished(finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=self._text.counted_tokens)
 
+    def _moved(self, refusal: Unavailable) -> bool:
+        """Whether the answer is computed elsewhere now: it was turned away before anything was told of it."""
+        begun = self._placed.call.started is not None or self._text.counted_tokens > 0
+        if begun or not turned_away(refusal) or self._moves >= MAX_MOVES:
+            return False
+        placed = self._elsewhere(self._placed)
+        if placed is None:
+            return False
+        self._moves += 1
+        self._placed = placed
+        return True
+
     def _take(self, tokens: Sequence[Token]) -> TextPiece:
         if tokens:
             self._last_ms = self._now_ms()
-            if self._seat.waiting:
-                self._seat.computed()
+            if self._placed.at.seat.waiting:
+                self._placed.at.seat.computed()
             if not self._first_ms:
                 self._first_ms = self._last_ms
         return self._text.push(tokens)
@@ -154,8 +155,8 @@ class Choice:
         finished = message.finished
         finished.finish_reason = reason
         finished.matched_stop = piece.matched_stop
-        finished.decode_worker = self._spec.decode_worker
-        finished.prefill_worker = self._seat.worker
+        finished.decode_worker = self._placed.decode_worker
+        finished.prefill_worker = self._placed.at.seat.worker
         finished.usage.prompt_tokens = self._spec.prompt_tokens
         finished.usage.completion_tokens = count
         times = finished.timings
@@ -166,7 +167,7 @@ class Choice:
             times.per_token_ms = (self._last_ms - self._first_ms) / (count - 1)
         if done is not None:
             finished.verification.CopyFrom(done.verification)
-        known = done or self._call.started
+        known = done or self._placed.call.started
         if known is not None:
             finished.usage.cached_tokens = known.cached_tokens
             times.queue_ms, times.prefill_ms, times.transfer_ms = known.queue_ms, known.prefill_ms, known.transfer_ms

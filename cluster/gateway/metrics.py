@@ -92,7 +92,12 @@ class GatewayMetrics:
         self._tokens = {
             name: Counter(f"genlock_request_{name}_tokens", doc, registry=None) for name, doc in _TOKENS.items()
         }
-        counted = (*self._times.values(), *self._tokens.values())
+        self._turned_away = Counter(
+            "genlock_turned_away",
+            "Answers that a draining worker turned away and that another pair took.",
+            registry=None,
+        )
+        counted = (*self._times.values(), *self._tokens.values(), self._turned_away)
         self.registry: CollectorRegistry = new_registry(_GatewayCollector(read, self._ended, self._recomputed, counted))
 
     def ended(self, error: GenlockError | None, total_ms: float) -> tuple[Outcome, str]:
@@ -108,6 +113,10 @@ class GatewayMetrics:
     def recomputed(self, result: str) -> None:
         """A preempted answer asked for a prefill worker anew. `result`: one of RECOMPUTED."""
         self._recomputed[result] += 1
+
+    def turned_away(self) -> None:
+        """A worker that drains turned an answer away, and another pair took it."""
+        self._turned_away.inc()
 
     def first_token(self, after_ms: float) -> None:
         """An answer's first token has come."""

@@ -19,11 +19,11 @@ from typing import Protocol
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
 from cluster.gateway.identity import Caller, user
+from cluster.gateway.placement import Placed, Placement, take
 from cluster.gateway.running import RequestFacts, Running
-from cluster.gateway.seat import PrefillSeat
 from cluster.gateway.state import GatewayState
 from cluster.gateway.steering import Steering, steering
-from cluster.router import Route, route_many
+from cluster.router import route_elsewhere, route_many
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
@@ -73,6 +73,10 @@ class Admitted:
     sampling: SamplingParams
     trail: Trail
     facts: RequestFacts
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.token_ids) + self.sampling.max_tokens
 
 
 class RequestPath:
@@ -175,24 +179,23 @@ class RequestPath:
             lambda: self._claim(admitted, cleanup), admitted.tenant, steer.priority, state.config.api.queue_ms
         )
         admitted.trail.enter("answer")
-        first = placed[0][0]
+        first = placed[0].route
         admitted.facts.routed(first.decode.worker_id, first.prefill.worker_id, len(admitted.token_ids))
         choices = []
-        for index, (chosen, seat) in enumerate(placed):
-            choice = self._open_choice(admitted, index, chosen, seat)
+        for index, at in enumerate(placed):
+            choice = self._open_choice(admitted, index, at, cleanup)
             cleanup.callback(choice.cancel)
             choices.append(choice)
         return choices
 
-    def _claim(self, admitted: Admitted, cleanup: ExitStack) -> list[tuple[Route, PrefillSeat]]:
-        """Workers for every answer, and their load taken: each route with its seat at prefill. All or nothing."""
+    def _claim(self, admitted: Admitted, cleanup: ExitStack) -> list[Placement]:
+        """Workers for every answer, and their load taken. All or nothing."""
         state = self._state
-        prompt_tokens, most = len(admitted.token_ids), len(admitted.token_ids) + admitted.sampling.max_tokens
         retry_after_ms = state.config.api.retry_after_ms
         try:
             routes = route_many(
                 state.fleet.view(state.ledger.loads),
-                most,
+                admitted.most_tokens,
                 admitted.draft.choices,
                 retry_after_ms=retry_after_ms,
                 affinity=admitted.steering.affinity,
@@ -208,49 +211,71 @@ class RequestPath:
             ) from nobody
         placed = []
         for index, chosen in enumerate(routes):
-            decode, prefill = chosen.decode.worker_id, chosen.prefill.worker_id
-            cleanup.callback(state.ledger.claim(decode, most).release)
-            seat = PrefillSeat(state, admitted.facts, index, decode, prefill, prompt_tokens)
-            cleanup.callback(seat.release)
-            placed.append((chosen, seat))
+            at = take(state, admitted.facts, index, chosen, len(admitted.token_ids), admitted.most_tokens)
+            cleanup.callback(at.release)
+            placed.append(at)
         return placed
 
-    def _open_choice(self, admitted: Admitted, index: int, chosen: Route, seat: PrefillSeat) -> Choice:
-        state, info = self._state, self._state.served.info
-        sampling = replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index))
-        ticket = worker_pb2.Ticket(
-            ticket_id=state.sources.random_bytes(16),
-            tenant=admitted.tenant,
-            token_ids=admitted.token_ids,
-            sampling=sampling_message(sampling),
-            model_revision=info.revision,
-            tokenizer_digest=state.served.tokenizer.digest,
-        )
-        request = worker_pb2.DecodeRequest(
-            ticket=ticket,
-            prefill_endpoint=chosen.prefill.endpoint,
-            prefill_worker=chosen.prefill.worker_id,
-            left_ms=max(1, round(admitted.facts.deadline_ms - state.sources.now_ms())),
-            trail=dict(admitted.trail.metadata()),
-        )
+    def _open_choice(self, admitted: Admitted, index: int, at: Placement, cleanup: ExitStack) -> Choice:
+        state = self._state
         spec = ChoiceSpec(
             request_id=admitted.draft.request_id,
             server_id=admitted.trail.request_id,
             index=index,
             stream=admitted.draft.stream,
-            sampling=sampling,
+            sampling=replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index)),
             prompt_tokens=len(admitted.token_ids),
-            decode_worker=chosen.decode.worker_id,
         )
         return Choice(
             spec,
-            state.open_decode(chosen.decode.endpoint, request, seat.another),
+            self._send(admitted, spec, at),
             state.served.tokenizer,
             state.checks,
             state.sources.now_ms,
             admitted.facts.received_ms,
-            seat,
+            lambda left: self._elsewhere(admitted, spec, left, cleanup),
         )
+
+    def _elsewhere(self, admitted: Admitted, spec: ChoiceSpec, left: Placed, cleanup: ExitStack) -> Placed | None:
+        """The same answer at another pair, after a worker of `left` that drains turned it away. None: there is none."""
+        state, before = self._state, left.at.route
+        left.at.release()
+        state.look_again()
+        try:
+            chosen = route_elsewhere(
+                state.fleet.view(state.ledger.loads),
+                (before.decode.worker_id, before.prefill.worker_id),
+                retry_after_ms=state.config.api.retry_after_ms,
+                affinity=admitted.steering.affinity,
+            )
+        except GenlockError:
+            return None
+        at = take(state, admitted.facts, spec.index, chosen, spec.prompt_tokens, admitted.most_tokens)
+        cleanup.callback(at.release)
+        if spec.index == 0:
+            admitted.facts.routed(chosen.decode.worker_id, chosen.prefill.worker_id, spec.prompt_tokens)
+        state.metrics.turned_away()
+        return self._send(admitted, spec, at)
+
+    def _send(self, admitted: Admitted, spec: ChoiceSpec, at: Placement) -> Placed:
+        """One attempt, with ids of its own."""
+        state, info = self._state, self._state.served.info
+        ticket = worker_pb2.Ticket(
+            ticket_id=state.sources.random_bytes(16),
+            tenant=admitted.tenant,
+            token_ids=admitted.token_ids,
+            sampling=sampling_message(spec.sampling),
+            model_revision=info.revision,
+            tokenizer_digest=state.served.tokenizer.digest,
+        )
+        request = worker_pb2.DecodeRequest(
+            ticket=ticket,
+            prefill_endpoint=at.route.prefill.endpoint,
+            prefill_worker=at.route.prefill.worker_id,
+            left_ms=max(1, round(admitted.facts.deadline_ms - state.sources.now_ms())),
+            trail=dict(admitted.trail.metadata()),
+        )
+        return Placed(at, state.open_decode(at.route.decode.endpoint, request, at.seat.another))
 
 
 def deadline_ms(api: ApiConfig, remaining_s: float | None) -> float:

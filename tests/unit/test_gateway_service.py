@@ -4,18 +4,20 @@ does not read."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.placement import MAX_MOVES
 from cluster.gateway.served import Sources, StreamChecks
 from cluster.gateway.service import InferenceService
 from cluster.gateway.state import GatewayState
 from cluster.roles import Role
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
-from kvstore.errors import DeadlineExceeded
+from kvstore.errors import DeadlineExceeded, Unavailable
 from model.sampling import SamplingParams
 from tests.support.decode_calls import ScriptedCall
 from tests.support.fake_workers import ByteTokenizer, config, served_model, tokens
@@ -42,14 +44,15 @@ class Context:
         self.reads -= 1
 
 
-def service(calls: list[ScriptedCall], **flags: object) -> InferenceService:
+def service(calls: list[ScriptedCall], each: int = 1, **flags: object) -> InferenceService:
+    """`each`: workers of a role."""
     state = GatewayState(
         config(**flags), served_model(), Sources(now_ms=lambda: 1.0, random_bytes=lambda count: b"\x01" * count)
     )
-    for role in Role:
-        state.add_worker(f"{role.value}-0", role, "127.0.0.1:1")
-        status = worker_pb2.WorkerStatus(worker_id=f"{role.value}-0", role=role.value)
-        state.set_fleet(state.fleet.answered(f"{role.value}-0", "127.0.0.1:1", status))
+    for role, index in itertools.product(Role, range(each)):
+        name, endpoint = f"{role.value}-{index}", f"127.0.0.1:{index + 1}"
+        state.add_worker(name, role, endpoint)
+        state.set_fleet(state.fleet.answered(name, endpoint, worker_pb2.WorkerStatus(worker_id=name, role=role.value)))
     left = iter(calls)
     state.open_decode = lambda *_args: next(left)
     return InferenceService(state)
@@ -104,9 +107,10 @@ async def test_a_client_that_does_not_read_meets_the_deadline():
 async def test_a_stop_string_cancels_decode_before_its_message_leaves():
     call = ScriptedCall(tokens("abSTOPc"))
     sampling = SamplingParams(stop=("STOP",))
-    spec = ChoiceSpec("r", "s", 0, True, sampling, 5, "d")
+    spec = ChoiceSpec("r", "s", 0, True, sampling, 5)
     seat = SimpleNamespace(worker="p", waiting=False)
-    choice = Choice(spec, call, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, seat)
+    placed = SimpleNamespace(call=call, decode_worker="d", at=SimpleNamespace(seat=seat))
+    choice = Choice(spec, placed, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, lambda _left: None)  # type: ignore[arg-type]
     messages = []
     async for message in choice.messages():
         assert call.cancelled
@@ -114,3 +118,102 @@ async def test_a_stop_string_cancels_decode_before_its_message_leaves():
     assert [message.text for message in messages] == ["ab"]
     assert messages[0].finished.matched_stop == "STOP"
     assert not messages[0].finished.HasField("verification")
+
+
+# --- a worker that drains turns an answer away ------------------------------------------------------------------------
+
+DRAINING = Unavailable("draining", "this decode worker is draining")
+
+
+class Sent:
+    """What a gateway of two pairs sends, and what becomes of it."""
+
+    def __init__(self, *calls: ScriptedCall, each: int = 2, **flags: object) -> None:
+        self.gateway = service([], each=each, **flags)
+        self.state = self.gateway._state
+        numbers = itertools.count(1)
+        self.state.sources = Sources(lambda: 1.0, lambda count: next(numbers).to_bytes(count, "little"))
+        self.to: list[tuple[str, worker_pb2.DecodeRequest]] = []
+        left = iter(calls)
+
+        def send(endpoint: str, asked: worker_pb2.DecodeRequest, _again: object) -> ScriptedCall:
+            self.to.append((endpoint, asked))
+            return next(left)
+
+        self.state.open_decode = send
+
+    async def run(self, n: int = 1) -> Unavailable | None:
+        try:
+            async with asyncio.timeout(5):
+                await self.gateway.Generate(request(n), Context(99))
+        except Unavailable as error:
+            return error
+        return None
+
+    def idle(self) -> bool:
+        return not self.state.ledger.loads
+
+
+def whole() -> ScriptedCall:
+    return ScriptedCall(tokens("a"), finished(1))
+
+
+def finished(count: int) -> worker_pb2.DecodeEvent:
+    return worker_pb2.DecodeEvent(
+        finished=worker_pb2.DecodeFinished(finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=count)
+    )
+
+
+async def test_an_answer_that_a_draining_worker_turned_away_goes_to_another_pair_under_new_ids():
+    sent = Sent(ScriptedCall(DRAINING), whole())
+    assert await sent.run() is None
+    [(first_at, first), (second_at, second)] = sent.to
+    assert first_at != second_at
+    assert first.prefill_worker != second.prefill_worker, "whichever it was, it is not asked again"
+    assert first.ticket.ticket_id != second.ticket.ticket_id
+    assert (first.ticket.token_ids, first.ticket.sampling) == (second.ticket.token_ids, second.ticket.sampling)
+    [ended] = sent.state.ended_requests._kept.values()
+    assert (ended.outcome, ended.request.decode_worker, ended.request.prefill_worker) == ("ok", "decode-1", "prefill-1")
+    assert sent.state.metrics._turned_away._value.get() == 1
+    assert sent.idle()
+
+
+async def test_only_the_answer_that_was_turned_away_moves():
+    sent = Sent(whole(), ScriptedCall(DRAINING), whole())
+    assert await sent.run(2) is None
+    assert len(sent.to) == 3
+    assert (
+        sent.to[1][1].ticket.sampling.seed == sent.to[2][1].ticket.sampling.seed != sent.to[0][1].ticket.sampling.seed
+    )
+
+
+async def test_an_answer_is_turned_away_so_often_and_no_more():
+    sent = Sent(*(ScriptedCall(DRAINING) for _ in range(9)))
+    error = await sent.run()
+    assert error is not None
+    assert error.reason == "draining"
+    assert len(sent.to) == 1 + MAX_MOVES
+    assert sent.idle()
+
+
+async def test_without_another_pair_the_caller_is_told_that_it_drains():
+    sent = Sent(ScriptedCall(DRAINING), whole(), each=1)
+    error = await sent.run()
+    assert (error and error.reason, len(sent.to)) == ("draining", 1)
+
+
+@pytest.mark.parametrize("began", ["token", "started"])
+async def test_an_answer_that_has_begun_is_nobody_elses(began: str):
+    call = ScriptedCall(tokens("a"), DRAINING) if began == "token" else ScriptedCall(DRAINING)
+    if began == "started":
+        call.started = worker_pb2.DecodeStarted()
+    sent = Sent(call, whole())
+    error = await sent.run()
+    assert (error and error.reason, len(sent.to)) == ("draining", 1)
+
+
+@pytest.mark.parametrize("reason", ["stream_cut", "prefill_gone", "header_mismatch"])
+async def test_no_other_failure_is_tried_again(reason: str):
+    sent = Sent(ScriptedCall(Unavailable(reason)), whole())
+    error = await sent.run()
+    assert (error and error.reason, len(sent.to)) == (reason, 1)
