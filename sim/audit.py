@@ -91,7 +91,7 @@ def _prefill(world: World, worker: PrefillWorker) -> None:
     for lease in core.leases._leases.values():
         leases.update(r.page_id for r in lease.refs)
     for page_id, slot in enumerate(guard.book_slots()):
-        counted = shares[page_id], leases[page_id], int(page_id in worker.steps.holding)
+        counted = shares.get(page_id, 0), leases.get(page_id, 0), int(page_id in worker.steps.holding)
         if (slot.shares, slot.leases, slot.holds) != counted:
             laws.broken("counts_differ", f"{worker.name} page {page_id}: {slot}, {counted} count")
         if slot.state is SlotState.SEALED and slot.owner == CACHE_OWNER:
@@ -107,7 +107,7 @@ def _decode(world: World, worker: DecodeWorker) -> None:
                 _claim(world, worker, claims, ref.page_id, request.request_no)
     holds = Counter((*worker.landing(), *worker.steps.holding))
     for page_id, slot in enumerate(guard.book_slots()):
-        counted = 0, 0, holds[page_id]
+        counted = 0, 0, holds.get(page_id, 0)
         if (slot.shares, slot.leases, slot.holds) != counted:
             world.laws.broken("counts_differ", f"{worker.name} page {page_id}: {slot}, {counted} count")
         owned = slot.state in (SlotState.OPEN, SlotState.SEALED)
