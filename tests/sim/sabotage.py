@@ -9,6 +9,7 @@ from cluster.router import route_many
 from kvstore.errors import GenlockError, InvalidInput, NoCapacity
 from kvstore.ids import PageRef, Tag
 from kvstore.lifecycle import SlotEvent, SlotState
+from kvstore.step import PageRun
 from sim.control_side import POLICY
 from sim.mischief import HOG
 from sim.worker import Work
@@ -272,6 +273,21 @@ def two_owners(w):
     change_slot(d.guard, r.pages.refs[0].page_id, owner=1 << 30)
 
 
+def page_of_nobody(w):
+    w.decodes[0].guard.allocate(1 << 30, 1)
+
+
+def page_twice(w):
+    _, r = a_request(w)
+    r.pages = PageRun((*r.pages.refs, r.pages.refs[0]))
+
+
+def miscount(w):
+    counts = w.decodes[0].guard._book._counts
+    counts[SlotState.OPEN] -= 1
+    counts[SlotState.SEALED] += 1
+
+
 def counts_differ(w):
     prefill, ref = cached(w)[0]
     change_slot(prefill.guard, ref.page_id, leases=7)
@@ -465,9 +481,17 @@ ALSO = [
     ("overdue", copying, quiet_for_long),
     ("overdue", lambda w: any(d.attempts for d in w.decodes), handoff_without_request),
     ("overdue", lambda w: True, lease_of_nobody),
+    ("page_lost", running, miscount),
     ("counts_differ", running, hold_for_nobody),
     ("counts_differ", copying, forget_hold),
     ("counts_differ", running, share_at_decode),
     ("counts_differ", running, lease_at_decode),
     ("counts_differ", cached, hold_at_prefill),
+]
+
+# What is found in the very event in which it happened, and how it is told.
+AT_ONCE = [
+    (two_owners, "is claimed by"),
+    (page_twice, "is claimed by"),
+    (page_of_nobody, "who has no use"),
 ]

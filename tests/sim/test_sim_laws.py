@@ -12,7 +12,7 @@ from sim.faults import NO_FAULTS
 from sim.laws import LAWS
 from sim.worker import TICK_MS
 from sim.world import HEAVY_EVERY, World, audited_every, make_kit
-from tests.sim.sabotage import ALSO, SABOTAGE, lose_page
+from tests.sim.sabotage import ALSO, AT_ONCE, SABOTAGE, lose_page, running
 
 KIT = make_kit()
 SEED = 6
@@ -62,6 +62,15 @@ def test_law_goes_red(law, monkeypatch):
 @pytest.mark.parametrize(("law", "ready", "act"), ALSO, ids=lambda part: getattr(part, "__name__", part))
 def test_law_goes_red_by_its_other_sides(law, ready, act):
     assert verdict_of(ready, act) == law
+
+
+@pytest.mark.parametrize(("act", "told"), AT_ONCE, ids=lambda part: getattr(part, "__name__", ""))
+def test_an_owner_too_many_is_noticed_at_once(act, told):
+    w, at = world(), []
+    until(w, running, lambda w: (act(w), at.append(w.heap.now_ms)))
+    [found] = w.run()
+    assert (found.law, found.at_ms) == ("two_owners", at[0])
+    assert told in found.detail
 
 
 def test_a_dead_checker_is_noticed(monkeypatch):

@@ -11,15 +11,15 @@ from sim.minimise import minimise
 from sim.runner import play, run
 from sim.world import make_kit
 
-SLICE = range(40)
+SLICE = range(30)
 
 
 def test_slice_finds_nothing():
     report = play(SLICE, (), tuple(LAWS))
     assert report.seeds == len(SLICE)
     assert report.violations == 0, report.failures
-    assert report.outcomes["ok"] > 80
-    assert report.page_operations > 50_000
+    assert report.outcomes["ok"] > 60
+    assert report.page_operations > 40_000
 
 
 def test_same_seed_same_run():

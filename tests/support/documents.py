@@ -27,7 +27,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LIMIT_S = 240
+LIMIT_S = 300
 # Blocks in these languages hold no commands.
 DATA = ("yaml", "python", "json", "toml")
 

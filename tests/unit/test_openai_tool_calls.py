@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.openai.fields import Fields
@@ -152,6 +152,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.text(min_size=1, max_size=8), arguments=st.dictionaries(TEXTS, VALUES, max_size=3),
     indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), cuts=st.lists(st.integers(0, 300), max_size=20),
@@ -160,7 +161,6 @@ def test_a_call_comes_out_however_its_text_is_cut(
     name: str, arguments: dict[str, object], indent: int | None, ascii_only: bool, cuts: list[int]
 ) -> None:
     text = json.dumps({"name": name, "arguments": arguments}, indent=indent, ensure_ascii=ascii_only)
-    text = text.replace(": {", ": \n {", 1).replace("}", "}\t", 1) if not arguments else text
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     call = CallText()
     pieces = [call.push(text[a:b]) for a, b in pairwise(ends)]
@@ -168,6 +168,14 @@ def test_a_call_comes_out_however_its_text_is_cut(
     told = "".join(piece.arguments for piece in pieces)
     assert json.loads(told) == arguments
     assert (told[0], told[-1]) == ("{", "}")
+
+
+def test_spaces_around_the_arguments_are_left_out_however_they_come() -> None:
+    text = ' {\n"name" : "f" ,\t"arguments" : \n { "a b" : " } " }\n } '
+    for size in (1, 2, 7, len(text)):
+        call = CallText()
+        pieces = [call.push(text[at : at + size]) for at in range(0, len(text), size)]
+        assert "".join(piece.arguments for piece in pieces) == '{ "a b" : " } " }'
 
 
 def message(text: str, reason: pb.FinishReason.ValueType | None = None, index: int = 0) -> pb.GenerateResponse:
