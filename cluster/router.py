@@ -16,7 +16,10 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 from cluster.roles import Role
-from kvstore.errors import NoCapacity, Unavailable
+from kvstore.errors import GenlockError, NoCapacity, Unavailable
+
+# So often an answer may be turned away by workers that drain; then its caller is told.
+MAX_MOVES = 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,13 @@ def route_many(
                 outstanding_requests=worker.outstanding_requests + 1,
             )
     return routes
+
+
+def may_go_elsewhere(error: GenlockError, *, begun: bool, moves: int) -> bool:
+    """Whether an answer that a worker refused is sent to another pair. Only where the worker refused it at its door
+    because it drains, so that nothing was spent on it; never once anything was told of it (`begun`); and not for ever.
+    """
+    return error.reason == "draining" and not begun and moves < MAX_MOVES
 
 
 def route_elsewhere(

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cluster.gateway.roll import Entry
-from cluster.router import Route, WorkerView
+from cluster.router import Route, WorkerView, may_go_elsewhere
 from kvstore.errors import GenlockError, InvalidInput, Unavailable
 from model.ticket import Ticket
 from sim.compute import Oracle
@@ -78,6 +78,7 @@ class Request:
     route: Places | None = None
     at_decode: tuple[DecodeWorker, int, int] | None = None
     awaits: bool = True  # the next token comes from a prefill worker
+    moves: int = 0  # how often a worker that drains turned it away and another pair took it
     last_resort: bool = False  # of preemption: a worker that drains, since no other was there
 
     @property
@@ -168,14 +169,17 @@ class Callers:
         return request
 
     def _open(self, wish: Wish, request: Request, route: Route) -> None:
-        world = self._world
-        decode = world.worker(route.decode.worker_id)
-        assert isinstance(decode, DecodeWorker)
-        request.route = self._with_prefill(decode, route.decode.endpoint, decode.life, route.prefill)
-        world.heap.after(SUBMIT_MS, "submit", self._submit, request, request.route)
+        self._submit_later(request, route)
         if self._dice.hit("client_cancel"):
             for _ in range(2 if self._dice.hit("cancel_twice") else 1):
-                world.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
+                self._world.heap.after(wish.cancel_after_ms, "leave", self.leave, request)
+
+    def _submit_later(self, request: Request, route: Route) -> None:
+        """What is sent to decode is a tick on its way."""
+        decode = self._world.worker(route.decode.worker_id)
+        assert isinstance(decode, DecodeWorker)
+        request.route = self._with_prefill(decode, route.decode.endpoint, decode.life, route.prefill)
+        self._world.heap.after(SUBMIT_MS, "submit", self._submit, request, request.route)
 
     def _with_prefill(self, decode: DecodeWorker, endpoint: str, life: int, chosen: WorkerView) -> Places:
         prefill = self._world.worker(chosen.worker_id)
@@ -199,6 +203,24 @@ class Callers:
             route.decode.on_submit(request, route)
         else:
             self._world.on_end(request, Unavailable("decode_unreachable", "no decode worker answers"))
+
+    def moved(self, request: Request, error: GenlockError) -> bool:
+        """Whether the gateway sends an answer that was refused to another pair instead of ending it."""
+        gateway, asked, world = request.gateway, request.asked, self._world
+        heard = asked.runs_at(gateway) and asked.stopped_by is None and not request.given_up
+        if not heard or not may_go_elsewhere(error, begun=bool(request.tokens), moves=request.moves):
+            return False
+        chosen = gateway.elsewhere(request)
+        if chosen is None:
+            return False
+        stage = "on its way" if request.at_decode is None else "in handoff"
+        world.tally.meet("request", stage, "turned away")
+        request.moves += 1
+        request.ticket = self._again(request.ticket)
+        request.deadline_ms = max(1, request.due_ms - world.heap.now_ms - SUBMIT_MS)
+        request.at_decode = None
+        self._submit_later(request, chosen)
+        return True
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from cluster.gateway.roll import Roll
 from cluster.gateway.watch import View, follow
 from cluster.registry.records import Desired, WorkerRecord
 from cluster.roles import Role
-from cluster.router import Route, WorkerView, another_prefill, route_many, same_layout
+from cluster.router import Route, WorkerView, another_prefill, route_elsewhere, route_many, same_layout
 from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, GenlockError, Unavailable
 
@@ -131,6 +131,26 @@ class Gateway:
         decode = self.ledger.claim(chosen.decode.worker_id, request.most_tokens)
         prefill = self.ledger.claim(chosen.prefill.worker_id, request.ticket.prompt_tokens)
         self._claims[request.number] = decode, prefill
+
+    def elsewhere(self, request: Request) -> Route | None:
+        """Another pair for an answer that a worker which drains turned away; None where nobody else may serve."""
+        left = request.route
+        assert left is not None, "it came by a route"
+        release_all(self._claims.pop(request.number, ()))
+        self._look_again()
+        views = self.fleet.view(self.ledger.loads)
+        try:
+            chosen = route_elsewhere(views, (left.decode.name, left.prefill.name))
+        except GenlockError:
+            return None
+        for view in (chosen.decode, chosen.prefill):
+            self._judge_told(view)
+        self._judge_layouts(chosen.decode, chosen.prefill)
+        if (chosen.decode.worker_id, chosen.prefill.worker_id) == (left.decode.name, left.prefill.name):
+            self.world.laws.broken("routed_to_cordoned", f"{self.name} to the pair that turned it away")
+        self.world.tally.reasons["turned_away"] += 1
+        self.claim(request, chosen)
+        return chosen
 
     def on_computed(self, request: Request) -> None:
         claims = self._claims.get(request.number)

@@ -236,6 +236,8 @@ class World:
 
     def on_end(self, request: Request, error: GenlockError | None) -> None:
         self.laws.require(not request.ended, "ended_twice", f"request {request.number}")
+        if error is not None and not request.ended and self.callers.moved(request, error):
+            return
         request.ended, request.error = True, error
         self.heap.note(f"{request.number}:{error.reason if error else 'ok'}")
         if request.gateway_life == request.gateway.life:

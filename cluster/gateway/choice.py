@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.gateway.placement import MAX_MOVES, Placed, turned_away
+from cluster.gateway.placement import Placed
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
 from cluster.gateway.sessions import Token
 from cluster.gateway.text import ChoiceText, Piece
+from cluster.router import may_go_elsewhere
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2 as worker
 from kvstore.errors import Unavailable
@@ -104,7 +105,7 @@ class Choice:
     def _moved(self, refusal: Unavailable) -> bool:
         """Whether the answer is computed elsewhere now: it was turned away before anything was told of it."""
         begun = self._placed.call.started is not None or self._text.counted_tokens > 0
-        if begun or not turned_away(refusal) or self._moves >= MAX_MOVES:
+        if not may_go_elsewhere(refusal, begun=begun, moves=self._moves):
             return False
         placed = self._elsewhere(self._placed)
         if placed is None:

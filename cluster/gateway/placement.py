@@ -14,10 +14,6 @@ from cluster.gateway.seat import PrefillSeat
 from cluster.gateway.sessions import DecodeCall
 from cluster.gateway.state import GatewayState
 from cluster.router import Route
-from kvstore.errors import GenlockError
-
-# So often an answer may be turned away by workers that drain; then its caller is told.
-MAX_MOVES = 3
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,3 @@ def take(
     decode, prefill = chosen.decode.worker_id, chosen.prefill.worker_id
     load = state.ledger.claim(decode, most_tokens)
     return Placement(chosen, PrefillSeat(state, facts, index, decode, prefill, prompt_tokens), load)
-
-
-def turned_away(error: GenlockError) -> bool:
-    """Whether a worker refused a request at its door and kept nothing of it."""
-    return error.reason == "draining"

@@ -157,6 +157,21 @@ async def test_scale_down_under_load_loses_nothing(subject: Subject, rounds: int
         await pages_back(launcher)
 
 
+async def test_what_a_closed_door_turns_away_is_served_by_another_worker(subject: Subject):
+    """Doors that shut at once: whoever was on its way when the drain began is sent elsewhere, and nobody fails."""
+    launcher = in_process(subject)
+    async with DrainLab(launcher, subject, {"control.drain_open_ms": 0}) as lab:
+        async with asyncio.timeout(120):
+            moved = lab.cluster.gateway.state.metrics._turned_away._value
+            while moved.get() < 3:
+                await lab.scaled(2, 1)
+                await lab.scaled(2, 2)
+        await lab.stop_load()
+        verdicts = lab.verdicts()
+        assert set(verdicts) == {"ok"}, {reason: verdicts.count(reason) for reason in set(verdicts)}
+        await pages_back(launcher)
+
+
 async def pages_back(launcher: InProcessLauncher) -> None:
     """Every page of every worker is free again or kept by the prefix cache."""
     async with asyncio.timeout(10):

@@ -8,7 +8,7 @@ import pytest
 from decode.core import DecodeCore
 from kvstore.checks import ALL_CHECKS
 from kvstore.errors import Unavailable
-from sim import control_side
+from sim import callers, control_side
 from sim.control_side import Controller
 from sim.decode_side import DecodeWorker
 from sim.faults import NO_FAULTS, Faults
@@ -24,6 +24,18 @@ def test_a_door_that_closes_at_once_loses_requests(monkeypatch):
     assert not run(DOOR_OF_DECODE, kit=KIT).violations
     monkeypatch.setattr(Controller, "open_ms", lambda self, role, limit_ms: 1)
     assert [v.law for v in run(DOOR_OF_DECODE, kit=KIT).violations] == ["drain_lost_request"]
+
+
+TURNED_AWAY = 9, 33  # seeds whose requests meet a door that is closed already, with another pair there
+
+
+@pytest.mark.parametrize("seed", TURNED_AWAY)
+def test_what_a_closed_door_turns_away_goes_to_another_pair(monkeypatch, seed):
+    monkeypatch.setattr(Controller, "open_ms", lambda self, role, limit_ms: 1)
+    drains = Faults(scale_down=0.3, restart_asked=0.1)
+    assert not run(seed, kit=KIT, faults=drains).violations
+    monkeypatch.setattr(callers, "may_go_elsewhere", lambda error, *, begun, moves: False)
+    assert [v.law for v in run(seed, kit=KIT, faults=drains).violations] == ["drain_lost_request"]
 
 
 def test_prefill_must_stay_open_for_handoffs_that_are_owed(monkeypatch):

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.gateway.choice import Choice, ChoiceSpec
-from cluster.gateway.placement import MAX_MOVES
 from cluster.gateway.served import Sources, StreamChecks
 from cluster.gateway.service import InferenceService
 from cluster.gateway.state import GatewayState
 from cluster.roles import Role
+from cluster.router import MAX_MOVES
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, Unavailable

@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger, Load, WorkerState
 from cluster.gateway.pairs import unproved
 from cluster.roles import Role
-from cluster.router import WorkerView, affinity_of, has_room, route, route_many
+from cluster.router import (
+    MAX_MOVES,
+    Route,
+    WorkerView,
+    affinity_of,
+    has_room,
+    may_go_elsewhere,
+    route,
+    route_elsewhere,
+    route_many,
+)
 from genlock.v1 import worker_pb2
-from kvstore.errors import DeadlineExceeded, NoCapacity, NotFound, Unavailable
+from kvstore.errors import DeadlineExceeded, GenlockError, NoCapacity, NotFound, Unavailable
 
 
 def worker(name: str, role: Role = Role.DECODE, **fields: object) -> WorkerView:
@@ -70,6 +80,46 @@ def test_both_ends_of_a_handoff_have_one_layout():
 def test_many_answers_spread():
     routes = route_many([P, worker("a"), worker("b")], tokens=10, count=4)
     assert [chosen.decode.worker_id for chosen in routes] == ["a", "b", "a", "b"]
+
+
+def pair_of(chosen: Route) -> tuple[str, str]:
+    return chosen.decode.worker_id, chosen.prefill.worker_id
+
+
+PAIRS = [worker(f"{role.value[0]}{i}", role, outstanding_tokens=9 * (i == 2)) for role in Role for i in range(3)]
+
+
+@pytest.mark.parametrize(("gone", "chosen"), [
+    ((), ("d1", "p1")),
+    (("d1",), ("d2", "p1")),
+    (("d1", "d2"), ("d0", "p1")),  # it may have been the prefill worker that turned it away
+    (("p1", "p2"), ("d1", "p0")),  # or the decode worker
+])  # fmt: skip
+def test_elsewhere_is_without_both_then_without_either(gone: tuple[str, ...], chosen: tuple[str, str]):
+    fleet = [w for w in PAIRS if w.worker_id not in gone]
+    assert pair_of(route_elsewhere(fleet, ("d0", "p0"))) == chosen
+
+
+def test_elsewhere_is_never_the_pair_that_turned_it_away():
+    with pytest.raises(Unavailable):
+        route_elsewhere([w for w in PAIRS if w.worker_id in ("d0", "p0")], ("d0", "p0"))
+
+
+def test_an_affinity_goes_elsewhere_to_one_pair_too():
+    chosen = {pair_of(route_elsewhere(order, ("d0", "p0"), affinity=b"a" * 16)) for order in (PAIRS, PAIRS[::-1])}
+    assert len(chosen) == 1
+
+
+@pytest.mark.parametrize(("error", "begun", "moves", "may"), [
+    (Unavailable("draining"), False, 0, True),
+    (Unavailable("draining"), False, MAX_MOVES - 1, True),
+    (Unavailable("draining"), False, MAX_MOVES, False),
+    (Unavailable("draining"), True, 0, False),
+    (Unavailable("drain_cut"), False, 0, False),
+    (NoCapacity("decode_full"), False, 0, False),
+])  # fmt: skip
+def test_only_what_was_turned_away_at_a_door_goes_elsewhere(error: GenlockError, begun: bool, moves: int, may: bool):
+    assert may_go_elsewhere(error, begun=begun, moves=moves) is may
 
 
 def test_many_answers_are_all_or_nothing():
