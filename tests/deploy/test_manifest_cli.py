@@ -73,7 +73,13 @@ def test_check_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "no manifest"), ("a: [", "bad_manifest"), ("- 1\n", "no kind"), ("just text", "no kind")],
+    [
+        ("", "no manifest"),
+        ("a: [", "bad_manifest"),
+        ("- 1\n", "no kind"),
+        ("a: 2024-02-30", "bad_manifest"),
+        ("just text", "no kind"),
+    ],
 )
 def test_check_refuses(text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.yaml"

@@ -132,7 +132,7 @@ def test_plain_text_means_what_both_versions_of_yaml_say(text: str) -> None:
         ("decode: " + "9" * 5000, 1, "decode", "64 bits"),
         ("decode: [1, {low: &a 1}]", 1, "decode[1].low", "anchor"),
         ("decode: &a [1]", 1, "decode", "anchor"),
-        ("a: 1\nb: *a", 2, "b", "alias"),
+        ("a: 1\nb: *a", 2, "b", "aliases are not read"),
         ("a: {<<: {b: 1}}", 1, "a", "word of YAML 1.1"),
         ("a: !!int '3'", 1, "a", "tag"),
         ("a: !x [3]", 1, "a", "tag"),
@@ -203,7 +203,9 @@ def test_where_anchors_are_read_what_they_stand_for_counts() -> None:
         assert says in refused(text, SHARING).message, text
 
 
-def test_a_message_holds_no_piece_of_the_text_but_names_of_fields() -> None:
+@EACH_PARSER
+def test_a_message_holds_no_piece_of_the_text_but_names_of_fields(parser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_yaml, "_LOADER", parser)
     for text in (
         "secret: 0123456",
         "secret: 'hunter2",
@@ -216,6 +218,13 @@ def test_a_message_holds_no_piece_of_the_text_but_names_of_fields() -> None:
     ):
         assert not re.search("hunter2|0123456", refused(text).message), text
     assert "\x1b" not in refused('{"\\e[31m": 010}').message
+
+
+@EACH_PARSER
+def test_half_a_character_is_no_text(parser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_yaml, "_LOADER", parser)
+    for text in ('a: "\\ud800"', '"\\udfff": 1', '["\\ud800"]'):
+        assert re.search("half of a character|is no YAML", refused(text).message)
 
 
 def test_fields_of_errors_are_those_of_the_reader() -> None:

@@ -139,6 +139,7 @@ def test_no_text_brings_another_error(door: str, text: str, within: str) -> None
         ("tenants", "tenants: {a: [tokens_sha256]}", "api.tenants_file"),
         ("tenants", f"tenants: {{a: {{tokens_sha256: {DIGEST}}}}}", "api.tenants_file"),
         ("tenants", "tenants: {a: {tokens_sha256: [1]}}", "api.tenants_file"),
+        ("tenants", f"tenants: {{a: {{tokens_sha256: {{{DIGEST}: 1}}}}}}", "api.tenants_file"),
         ("tenants", f"tenants: {{a: {{tokens_sha256: [{DIGEST}, {DIGEST}]}}}}", "api.tenants_file"),
         ("tenants", f"tenants: {{a: {{tokens_sha256: [{DIGEST}], max_priority: [high]}}}}", "api.tenants_file"),
         ("policy", "slo: {ttft_ms: [1]}", "autoscale.slo.ttft_ms"),
