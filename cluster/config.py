@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from cluster.settings import Config
+from cluster.strict_yaml import PLAIN_INT, YamlReader, shown
 from kvstore.errors import InvalidInput
 
 ENV_PREFIX = "GENLOCK_"
@@ -30,6 +29,7 @@ ENV_NOT_SETTINGS = frozenset({"GENLOCK_CONFIG", "GENLOCK_CA", "GENLOCK_ENDPOINT"
 MASK = "********"
 SECRET_BYTES = 32
 DEFAULT_SOURCE = "default"
+SETTINGS_TEXT = YamlReader("bad_config_file", "config")
 
 # Kubernetes writes such variables into every pod for a Service whose name starts with "genlock".
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
@@ -113,25 +113,29 @@ def _env_name(key: str) -> str:
 def _file_values(text: str | None, name: str) -> dict[str, object]:
     if text is None:
         return {}
-    try:
-        tree = tomllib.loads(text) if name.endswith(".toml") else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        where = " ".join(str(error).split())[:300]
-        raise InvalidInput("bad_config_file", f"{name} cannot be read: {where}", field="config") from error
+    tree = _toml(text, name) if name.endswith(".toml") else SETTINGS_TEXT.tree(text, name)
     if tree is None:
         return {}
+    section_form = "must be a section with fields, as in `cache: {page_tokens: 32}`"
+    if not isinstance(tree, dict):
+        raise SETTINGS_TEXT.error(f"= {shown(tree)} must hold sections; each {section_form}", name)
     out: dict[str, object] = {}
-    for section, fields_ in tree.items() if isinstance(tree, dict) else ((str(tree)[:40], None),):
-        if fields_ is None and isinstance(tree, dict):
+    for section, fields_ in tree.items():
+        if fields_ is None:
             continue  # a section whose fields are all remarks
         if not isinstance(fields_, dict):
-            raise InvalidInput(
-                "bad_config_file",
-                f"{name}: {section!r} must be a section with fields, as in `cache: {{page_tokens: 32}}`",
-                field=str(section),
-            )
+            raise SETTINGS_TEXT.error(section_form, name, path=section)
         out.update({f"{section}.{key}": value for key, value in fields_.items()})
     return out
+
+
+def _toml(text: str, name: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        # ValueError: TOML's own, and numbers of more digits than are read.
+        where = " ".join(str(error).split())[:300]
+        raise SETTINGS_TEXT.error(f"is no TOML: {where}", name) from error
 
 
 def _environ_values(environ: Mapping[str, str], specs: Mapping[str, object]) -> dict[str, object]:
@@ -153,7 +157,8 @@ def _environ_values(environ: Mapping[str, str], specs: Mapping[str, object]) -> 
 def _unknown(key: str, specs: Mapping[str, object], source: str) -> InvalidInput:
     hint = difflib.get_close_matches(key, specs, n=1)
     fix = f"did you mean {hint[0]}?" if hint else "`genlock config` lists all settings"
-    return InvalidInput("unknown_setting", f"{key} ({source}) is no setting: {fix}", field=key)
+    named = key[:80]
+    return InvalidInput("unknown_setting", f"{named} ({source}) is no setting: {fix}", field=named)
 
 
 def _parse(key: str, raw: object, spec: dataclasses.Field[Any], source: str) -> object:
@@ -161,8 +166,8 @@ def _parse(key: str, raw: object, spec: dataclasses.Field[Any], source: str) -> 
 
     def bad(fix: str) -> InvalidInput:
         # A URL may carry a password where it should not.
-        shown = MASK if rules["secret"] else re.sub(r"://[^/]*@", f"://{MASK}@", repr(raw)[:80])
-        return InvalidInput("bad_setting", f"{key} = {shown} ({source}): {fix}", field=key)
+        said = MASK if rules["secret"] else re.sub(r"://[^/]*@", f"://{MASK}@", shown(raw, 80))
+        return InvalidInput("bad_setting", f"{key} = {said} ({source}): {fix}", field=key)
 
     blank = rules["empty"] is not None and (raw is None or (isinstance(raw, str) and not raw.strip()))
     value = rules["empty"] if blank else _typed(raw, type(spec.default))
@@ -190,8 +195,12 @@ def _typed(raw: object, kind: type) -> object:
         return None
     try:
         if kind is int:
-            return int(raw) if isinstance(raw, int | str) else None
+            # Neither 010 nor 1_000: the first may mean 8, and files refuse both.
+            plainly = isinstance(raw, int) or (isinstance(raw, str) and PLAIN_INT.fullmatch(raw.strip()))
+            return int(raw) if plainly and isinstance(raw, int | str) else None
         if kind is float:
+            if isinstance(raw, str) and "_" in raw:
+                return None
             number = float(raw) if isinstance(raw, int | float | str) else math.nan
             return number if math.isfinite(number) else None
     except (ValueError, OverflowError):

@@ -26,9 +26,10 @@ from typing import Any
 import yaml
 
 from cluster.roles import MAX_WORKERS
+from cluster.strict_yaml import Tree, YamlReader, shown
 from kvstore.errors import InvalidInput
 
-MAX_POLICY_CHARS = 16_384
+POLICY_TEXT = YamlReader("bad_policy", "policy", "autoscale.", max_chars=16_384)
 DAY_MS = 86_400_000
 
 
@@ -137,12 +138,11 @@ def policy_from(text: str, base: Policy | None = None) -> Policy:
 
     Raises InvalidInput (`bad_policy`) naming the field, what is wrong and the fix.
     """
-    if len(text) > MAX_POLICY_CHARS:
-        raise _bad("policy", f"has {len(text)} characters, at most {MAX_POLICY_CHARS} are read")
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise _bad("policy", f"is no YAML: {' '.join(str(error).split())[:200]}") from error
+    return policy_of(POLICY_TEXT.tree(text), base)
+
+
+def policy_of(tree: Tree, base: Policy | None = None) -> Policy:
+    """The policy of what a YAML reader made; None: `base`. Raises as `policy_from` does."""
     policy = base or Policy()
     if tree is None:
         return policy
@@ -170,19 +170,19 @@ def leaves(policy: Policy) -> dict[str, str]:
 
 
 def _bad(name: str, wrong: str) -> InvalidInput:
-    return InvalidInput("bad_policy", f"{name} {wrong}", field=f"autoscale.{name}" if name != "policy" else "policy")
+    return POLICY_TEXT.error(wrong, path=name)
 
 
 def _merged(section: Any, tree: object, prefix: str) -> Any:
     if not isinstance(tree, Mapping):
-        raise _bad(prefix.rstrip(".") or "policy", "must be a section with fields, as in `slo: {ttft_ms: 2000}`")
+        raise _bad(prefix.rstrip("."), "must be a section with fields, as in `slo: {ttft_ms: 2000}`")
     known = {spec.name: spec for spec in dataclasses.fields(section)}
     changes: dict[str, Any] = {}
     for name, raw in tree.items():
         key = f"{prefix}{name}"
         if name not in known:
             hint = difflib.get_close_matches(str(name), known, n=1)
-            raise _bad(key[:80], f"is no field; did you mean {prefix}{hint[0]}?" if hint else "is no field")
+            raise _bad(key, f"is no field; did you mean {prefix}{hint[0]}?" if hint else "is no field")
         before = getattr(section, name)
         if dataclasses.is_dataclass(before):
             changes[name] = _merged(before, raw, f"{key}.")
@@ -194,17 +194,17 @@ def _merged(section: Any, tree: object, prefix: str) -> Any:
 def _value(key: str, raw: object, before: object) -> object:
     if isinstance(before, Mode):
         if not isinstance(raw, str) or raw not in tuple(Mode):
-            raise _bad(key, f"= {str(raw)[:40]!r} must be one of {', '.join(Mode)}")
+            raise _bad(key, f"= {shown(raw)} must be one of {', '.join(Mode)}")
         return Mode(raw)
     if isinstance(before, bool):
         if not isinstance(raw, bool):
-            raise _bad(key, f"= {str(raw)[:40]!r} must be true or false")
+            raise _bad(key, f"= {shown(raw)} must be true or false")
         return raw
     low, high = _RANGES[key]
     whole = isinstance(before, int)
     kind = "a whole number" if whole else "a number"
     if isinstance(raw, bool) or not isinstance(raw, int | float) or not math.isfinite(raw):
-        raise _bad(key, f"= {str(raw)[:40]!r} must be {kind} from {low:g} to {high:g}")
+        raise _bad(key, f"= {shown(raw)} must be {kind} from {low:g} to {high:g}")
     if (whole and raw != int(raw)) or not low <= raw <= high:
         raise _bad(key, f"= {raw:g} must be {kind} from {low:g} to {high:g}")
     return int(raw) if whole else float(raw)

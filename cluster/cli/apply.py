@@ -54,7 +54,7 @@ def apply(
     from cluster.cli.client import connect, run_async
     from genlock.v1 import operator_pb2 as pb
 
-    request = pb.ApplyRequest(text=read_input(path, CLUSTER_FILE), mutation=mutation(**change))
+    request = pb.ApplyRequest(text=_cluster_text(path), mutation=mutation(**change))
 
     async def work() -> pb.ApplyResponse:
         async with connect(endpoint_or_default(endpoint), token, timeout_s) as client:
@@ -83,10 +83,19 @@ def diff(path: str, endpoint: str | None, token: str | None, timeout_s: float, o
     """Shows what `apply` would change, and changes nothing."""
     from genlock.v1 import operator_pb2 as pb
 
-    request = pb.ApplyRequest(text=read_input(path, CLUSTER_FILE), mutation=pb.Mutation(dry_run=True))
+    request = pb.ApplyRequest(text=_cluster_text(path), mutation=pb.Mutation(dry_run=True))
     answer = call(endpoint, token, timeout_s, "Apply", request)
     show(answer, output, lambda told, _wide: [_changes(told)])
     return 1 if answer.changes else 0
+
+
+def _cluster_text(path: str) -> str:
+    """Raises InvalidInput, with the file's name and line, for what is no YAML: a cluster does not know the name."""
+    from cluster.operators.fleet import CLUSTER_TEXT
+
+    text = read_input(path, CLUSTER_FILE)
+    CLUSTER_TEXT.tree(text, "stdin" if path == "-" else path)
+    return text
 
 
 def _changes(answer: pb.ApplyResponse) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:

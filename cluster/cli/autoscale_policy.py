@@ -56,7 +56,7 @@ def set_policy(
 
     if bool(fields) == bool(path):
         raise click.UsageError("name fields as FIELD=VALUE, or a file with -f")
-    text = as_policy(fields) if fields else FileReader("bad_policy", "file").text(str(path))
+    text = as_policy(fields) if fields else _policy_text(str(path))
     request = pb.SetAutoscaleRequest(policy=text, merge=bool(fields), mutation=mutation(**change))
     _show(call(endpoint, token, timeout_s, "SetAutoscale", request), output)
     return 0
@@ -118,20 +118,33 @@ def explain(limit: int, endpoint: str | None, token: str | None, timeout_s: floa
     return 0
 
 
+def _policy_text(path: str) -> str:
+    """Raises InvalidInput, with the file's name and line, for what is no YAML."""
+    from cluster.autoscale.policy import POLICY_TEXT
+
+    text = FileReader("bad_policy", "file").text(path)
+    POLICY_TEXT.tree(text, path)
+    return text
+
+
 def as_policy(fields: tuple[str, ...]) -> str:
     """`slo.ttft_ms=1500` and the like as YAML. Raises click.BadParameter."""
     import yaml
 
+    from cluster.strict_yaml import YamlReader
+
+    reader = YamlReader("bad_policy", "policy", "autoscale.")
     tree: dict[str, Any] = {}
     for text in fields:
         found = re.fullmatch(r"([a-z_]+)(?:\.([a-z_]+))?=(.+)", text)
         if found is None:
             raise click.BadParameter(f"{text!r} must read FIELD=VALUE, as in slo.ttft_ms=1500")
-        section, leaf, value = found[1], found[2], yaml.safe_load(found[3])
-        if leaf:
-            tree.setdefault(section, {})[leaf] = value
-        else:
-            tree[section] = value
+        section, leaf = found[1], found[2]
+        value = reader.tree(found[3], text.partition("=")[0])
+        within = tree.setdefault(section, {}) if leaf else tree
+        if not isinstance(within, dict) or (leaf or section) in within:
+            raise click.BadParameter(f"{text!r} names what another FIELD=VALUE has named")
+        within[leaf or section] = value
     return yaml.safe_dump(tree)
 
 

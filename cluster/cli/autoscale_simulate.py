@@ -73,9 +73,11 @@ def command(
 
 
 def _policy(path: Path | None) -> Policy:
-    from cluster.autoscale.policy import policy_from
+    from cluster.autoscale.policy import POLICY_TEXT, Policy, policy_of
 
-    return policy_from("" if path is None else FileReader("bad_policy", "policy").text(path))
+    if path is None:
+        return Policy()
+    return policy_of(POLICY_TEXT.tree(FileReader("bad_policy", "policy").text(path), str(path)))
 
 
 def _trace(name: str, seed: int) -> Trace:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-import yaml
-
 from cluster.gateway.queueing import PRIORITIES, Priority
+from cluster.strict_yaml import Tree, YamlReader, shown
 from kvstore.errors import InvalidInput, PermissionDenied, Unauthenticated
 from kvstore.files import FileReader
 
@@ -21,6 +20,7 @@ MAX_TOKEN_CHARS = 4096
 MAX_TENANT_REQUESTS = 65_536
 # Room for a hundred thousand tenants.
 TENANTS_FILE = FileReader("bad_tenants_file", "api.tenants_file", limit=16 << 20)
+TENANTS_TEXT = YamlReader(TENANTS_FILE.reason, TENANTS_FILE.field, None, TENANTS_FILE.limit, max_nodes=2_000_000)
 _KEYS = frozenset({"tokens_sha256", "operator", "inference", "max_requests", "max_priority"})
 
 
@@ -123,22 +123,21 @@ def authenticator_from(text: str, name: str) -> BearerTenants:
     All but the digests may be absent: no operator, `api.tenant_max_requests`, every priority. An operator may not use
     the model unless `inference: true` says so: the two are separate roles.
     """
+    tree = TENANTS_TEXT.tree(text, name)
+    callers: dict[bytes, Caller] = {}
     try:
-        tree = yaml.safe_load(text)
-        callers: dict[bytes, Caller] = {}
-        for tenant, entry in tree["tenants"].items():
-            unknown = set(entry) - _KEYS
-            if unknown or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
-                raise ValueError(f"tenant {str(tenant)[:64]!r}")
-            caller = _caller(tenant, entry)
-            for digest in entry["tokens_sha256"]:
-                if not re.fullmatch(r"[0-9a-fA-F]{64}", digest) or bytes.fromhex(digest) in callers:
-                    raise ValueError(f"a token digest of tenant {tenant!r}")
-                callers[bytes.fromhex(digest)] = caller
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        tenants = tree.get("tenants") if isinstance(tree, dict) else tree
+        if not isinstance(tenants, dict):
+            raise ValueError(f"tenants = {shown(tenants)} is no section")
+        for tenant, entry in tenants.items():
+            for digest in _digests(tenant, entry):
+                if bytes.fromhex(digest) in callers:
+                    raise ValueError(f"a token of tenant {tenant!r} is there twice")
+                callers[bytes.fromhex(digest)] = _caller(tenant, entry)
+    except ValueError as error:
         raise InvalidInput(
             "bad_tenants_file",
-            f"{name}: {' '.join(str(error).split())[:200]}; expected "
+            f"{name}: {error}; expected "
             "`tenants: {name: {tokens_sha256: [64 hexadecimal digits], operator: false, max_requests: 32, "
             "max_priority: normal}}` with no token twice",
             field="api.tenants_file",
@@ -148,12 +147,30 @@ def authenticator_from(text: str, name: str) -> BearerTenants:
     return BearerTenants(callers)
 
 
+def _digests(tenant: str, entry: Tree) -> list[str]:
+    """Raises ValueError naming the tenant; digests are not shown."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
+        raise ValueError(f"{shown(tenant)} is no name of a tenant")
+    if not isinstance(entry, dict):
+        raise ValueError(f"tenant {tenant!r} = {shown(entry)} is no section")
+    if unknown := sorted(set(entry) - _KEYS):
+        raise ValueError(f"tenant {tenant!r} has {shown(unknown[0])}, which is no field")
+    digests = entry.get("tokens_sha256")
+    if not isinstance(digests, list):
+        raise ValueError(f"tenant {tenant!r} has no list tokens_sha256")
+    for digest in digests:
+        if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+            raise ValueError(f"a token of tenant {tenant!r} is no digest of 64 hexadecimal digits")
+    return digests
+
+
 def _caller(tenant: str, entry: Mapping[str, object]) -> Caller:
     """Raises ValueError naming the field."""
     most = entry.get("max_requests")
     if most is not None and (type(most) is not int or not 0 <= most <= MAX_TENANT_REQUESTS):
         raise ValueError(f"max_requests of tenant {tenant!r} is no number from 0 to {MAX_TENANT_REQUESTS}")
-    priority = PRIORITIES.get(str(entry.get("max_priority", "high")))
+    named = entry.get("max_priority", "high")
+    priority = PRIORITIES.get(named) if isinstance(named, str) else None
     if priority is None:
         raise ValueError(f"max_priority of tenant {tenant!r} is none of {', '.join(PRIORITIES)}")
     roles = {name: entry[name] for name in ("operator", "inference") if name in entry}

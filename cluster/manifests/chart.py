@@ -10,12 +10,16 @@ from typing import Any
 
 import yaml
 
+from cluster.strict_yaml import YamlReader, shown
 from kvstore.errors import InvalidInput, NotFound, Unavailable
 from kvstore.files import FileReader
 
 # Beside the rooms, in a checkout and as installed alike.
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 VALUES_FILE = FileReader("bad_values", "values")
+# Helm reads the same files, and they share groups by anchors.
+VALUES_TEXT = YamlReader(VALUES_FILE.reason, VALUES_FILE.field, None, aliases=True)
+ASSIGNED_TEXT = YamlReader("bad_values", "set", None)
 INSTALL = "pip install 'helm-python-sdk==0.2.2'"
 # Kubernetes names of releases and namespaces; the release's name is a prefix of longer ones.
 MAX_NAME = 40
@@ -67,15 +71,11 @@ def values_path(name: str, deploy: Path = DEPLOY) -> Path:
 
 def read_values(path: Path) -> Values:
     """Raises InvalidInput for what is not a mapping in YAML."""
-    try:
-        tree = yaml.safe_load(VALUES_FILE.text(path))
-    except (yaml.YAMLError, RecursionError) as error:
-        where = " ".join(str(error).split())[:300]
-        raise InvalidInput("bad_values", f"{path} cannot be read: {where}", field="values") from error
+    tree = VALUES_TEXT.tree(VALUES_FILE.text(path), str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise InvalidInput("bad_values", f"{path} must hold sections, as in `gateway: {{replicas: 2}}`", field="values")
+        raise VALUES_TEXT.error(f"= {shown(tree)} must hold sections, as in `gateway: {{replicas: 2}}`", str(path))
     return tree
 
 
@@ -85,10 +85,7 @@ def assignment(text: str) -> Values:
     names = [name.strip() for name in key.split(".")]
     if not equals or not all(names):
         raise InvalidInput("bad_values", f"--set {text!r} must read NAME.NAME=VALUE", field="set")
-    try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise InvalidInput("bad_values", f"--set {key}: the value is no YAML", field="set") from error
+    value = ASSIGNED_TEXT.tree(raw, f"--set {shown(key)[1:-1]}")
     out: Any = "" if value is None else value
     for name in reversed(names):
         out = {name: out}
@@ -141,7 +138,7 @@ def parse(text: str) -> tuple[Mapping[str, Any], ...]:
     """YAML documents that are objects; empty ones are left out. Raises InvalidInput."""
     try:
         documents = tuple(document for document in yaml.load_all(text, _LOADER) if document is not None)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise InvalidInput("bad_manifest", " ".join(str(error).split())[:300], field="manifest") from error
     for document in documents:
         if not isinstance(document, dict) or not document.get("kind"):

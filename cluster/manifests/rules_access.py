@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml
-
+from cluster.config import SETTINGS_TEXT
 from cluster.manifests.rules_settings import SETTINGS_KEY, configs
 from cluster.manifests.view import Document, Pod, env, get, items, name_of, of_kind, plain_env, pods, selects
 from cluster.settings import Config
+from kvstore.errors import InvalidInput
 
 _SECRET_NAME = re.compile(r"(SECRET|PASSWORD|TOKEN|_KEY)$")
 # Ports that a port range may span toward workers: more would reach ports of transfer engines.
@@ -39,9 +39,9 @@ def secrets_by_reference(documents: Sequence[Document]) -> Found:
 
 def _secret_settings(text: object) -> Iterator[str]:
     try:
-        tree = yaml.safe_load(text) if isinstance(text, str) else None
-    except yaml.YAMLError:
-        return
+        tree = SETTINGS_TEXT.tree(text) if isinstance(text, str) else None
+    except InvalidInput:
+        return  # `settings_load` tells it
     defaults = Config()
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(getattr(defaults, section.name)):

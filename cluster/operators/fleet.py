@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import yaml
 from google.protobuf.message import Message
 
-from cluster.autoscale.policy import leaves, policy_from, text_of
+from cluster.autoscale.policy import leaves, policy_from, policy_of, text_of
 from cluster.control.api import FleetControl, FleetView
 from cluster.operators.convert import (
     at_least,
@@ -22,13 +21,14 @@ from cluster.operators.convert import (
     worker_message,
 )
 from cluster.roles import MAX_WORKERS
+from cluster.strict_yaml import YamlReader, shown
 from genlock.v1 import operator_pb2 as pb
 from kvstore.errors import InvalidInput, NotFound
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 10_000
 WATCH_POLL_S = 0.3
-MAX_APPLY_CHARS = 65_536
+CLUSTER_TEXT = YamlReader("bad_cluster_file", "text", max_chars=65_536)
 # What a text that is applied may name.
 APPLIED = ("prefill", "decode", "autoscale")
 
@@ -240,32 +240,30 @@ def _targets(request: pb.CordonRequest | pb.DrainWorkersRequest) -> tuple[tuple[
 
 def _applied(text: str) -> dict[str, Any]:
     """What a text wants: counts, and the policy as canonical YAML. Raises InvalidInput naming the field."""
-    if len(text) > MAX_APPLY_CHARS:
-        raise InvalidInput("bad_cluster_file", f"more than {MAX_APPLY_CHARS} characters", field="text")
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())[:200]
-        raise InvalidInput("bad_cluster_file", f"no YAML: {where}", field="text") from error
+    tree = CLUSTER_TEXT.tree(text)
     if not isinstance(tree, dict) or not tree:
         raise InvalidInput("bad_cluster_file", f"expected a mapping with {', '.join(APPLIED)}", field="text")
     wanted: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in APPLIED:
-            raise InvalidInput(
-                "bad_cluster_file", f"{str(name)[:64]} is no field; known: {', '.join(APPLIED)}", field=str(name)[:64]
-            )
+            raise CLUSTER_TEXT.error(f"is no field; known: {', '.join(APPLIED)}", path=name)
         if name == "autoscale":
-            wanted[name] = text_of(policy_from(yaml.safe_dump(value))) if value else ""
+            wanted[name] = _policy_text(value)
         elif isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_WORKERS:
-            raise InvalidInput(
-                "bad_cluster_file",
-                f"{name} = {str(value)[:40]} must be a whole number from 0 to {MAX_WORKERS}",
-                field=name,
-            )
+            raise CLUSTER_TEXT.error(f"= {shown(value)} must be a whole number from 0 to {MAX_WORKERS}", path=name)
         else:
             wanted[name] = value
     return wanted
+
+
+def _policy_text(value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, dict) or not value:
+        # Nothing that is false by accident may take a policy away.
+        wrong = f"= {shown(value)} must be a section with fields, or null for no policy"
+        raise CLUSTER_TEXT.error(wrong, path="autoscale")
+    return text_of(policy_of(value))
 
 
 def _differences(view: FleetView, wanted: Mapping[str, Any]) -> list[pb.Change]:

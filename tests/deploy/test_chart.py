@@ -295,7 +295,7 @@ def test_a_group_may_go_to_zero_but_does_not_begin_there() -> None:
         ("prefill.replicas=0", "/prefill/replicas"),
         ("prefil.replicas=1", "prefil"),
         ("prefill.maxReplicas=1 prefill.minReplicas=2", "prefill.maxReplicas must not be below"),
-        ("settings.cluster.secret=00", "/settings/cluster"),
+        ("settings.cluster.secret='00'", "/settings/cluster"),
         ("terminationMarginSeconds=0", "/terminationMarginSeconds"),
         ("redis.bundled=false", "redis.address (host:port) is needed"),
         ("prefill.hugepages2Mi=many", "/prefill/hugepages2Mi"),

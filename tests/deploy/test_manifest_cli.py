@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cluster.cli.main import FAILED, OK, USAGE, run
+from cluster.config import load
 from cluster.manifests import chart
 from kvstore.errors import InvalidInput, NotFound
 from tests.support.manifests import SHIPPED, need, one
@@ -72,7 +73,13 @@ def test_check_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "no manifest"), ("a: [", "bad_manifest"), ("- 1\n", "no kind"), ("just text", "no kind")],
+    [
+        ("", "no manifest"),
+        ("a: [", "bad_manifest"),
+        ("- 1\n", "no kind"),
+        ("a: 2024-02-30", "bad_manifest"),
+        ("just text", "no kind"),
+    ],
 )
 def test_check_refuses(text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.yaml"
@@ -109,7 +116,7 @@ def test_values_that_are_no_values(tmp_path: Path) -> None:
         chart.values_path("desktop")
     with pytest.raises(NotFound):
         chart.values_path("../values/laptop")
-    for text, says in (("- 1", "must hold sections"), ("a: [", "cannot be read")):
+    for text, says in (("- 1", "must hold sections"), ("a: [", "is no YAML")):
         path = tmp_path / "values.yaml"
         path.write_text(text)
         with pytest.raises(InvalidInput, match=says):
@@ -145,3 +152,11 @@ def test_layers_do_not_share_what_an_anchor_made_one(tmp_path: Path) -> None:
     path.write_text("prefill: &group {cpu: '1'}\ndecode: *group\n")
     merged = chart.merged([chart.read_values(path), chart.assignment("prefill.cpu='2'")])
     assert merged == {"prefill": {"cpu": "2"}, "decode": {"cpu": "1"}}
+
+
+def test_small_numbers_stay_plain_in_the_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
+    need("helm_python")
+    assert run(["manifest", "render", "--set", "settings.tracing.sample_ratio=0.00001"]) == OK
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    text = one(documents, "ConfigMap")["data"]["genlock.yaml"]
+    assert load(file_text=text).config.tracing.sample_ratio == 0.00001

@@ -47,7 +47,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{/* One value as a YAML scalar. Helm reads every number as a float and would print 2097152 as 2.097152e+06. */}}
 {{- define "genlock.scalar" -}}
 {{- if kindIs "float64" . -}}
-{{- if eq (floor .) . -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
+{{- if eq (floor .) . -}}{{ int64 . }}{{- else -}}{{ toJson . }}{{- end -}}
 {{- else -}}{{ toJson . }}{{- end -}}
 {{- end }}
 
