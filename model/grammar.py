@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from kvstore.errors import GenlockError, InvalidInput
+from model.turns import TenantTurns
 
 if TYPE_CHECKING:
     # The module imports torch, which who only checks a schema does without.
@@ -114,30 +114,32 @@ class Grammars:
         self._eos = tuple(eos_token_ids)
         self._hidden = frozenset((*hidden, *eos_token_ids))
         self._kept = kept
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        # By tenant and schema: how soon an answer begins tells no tenant which schemas another one uses.
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         # Beside the step thread. One: compiling drops the interpreter's lock and would take as many cores as it got.
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self.turns = TenantTurns("grammar")
 
-    def start(self, schema: str, generated: Sequence[int] = ()) -> AnswerMatcher:
+    def start(self, schema: str, generated: Sequence[int] = (), *, tenant: str = "") -> AnswerMatcher:
         """A matcher that has seen `generated`. Raises InvalidInput for a schema that cannot be followed, and what
-        `AnswerMatcher.allowed` raises."""
+        `AnswerMatcher.allowed` raises. Only what the same tenant has compiled is used again."""
+        key = (tenant, schema)
         with self._lock:
-            base = self._compiled.pop(schema, None)
+            base = self._compiled.pop(key, None)
         if base is None:
             base = compiled(schema, self._tokenizer)
         with self._lock:
-            self._compiled[schema] = base
+            self._compiled[key] = base
             while len(self._compiled) > self._kept:
                 self._compiled.popitem(last=False)
-        matcher = AnswerMatcher(base.deep_copy(), self._vocab_size, lambda: self._forget(schema, base))
+        matcher = AnswerMatcher(base.deep_copy(), self._vocab_size, lambda: self._forget(key, base))
         matcher.allowed(generated, len(generated))
         return matcher
 
-    def _forget(self, schema: str, base: LLMatcher) -> None:
+    def _forget(self, key: tuple[str, str], base: LLMatcher) -> None:
         with self._lock:
-            if self._compiled.get(schema) is base:
-                del self._compiled[schema]
+            if self._compiled.get(key) is base:
+                del self._compiled[key]
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

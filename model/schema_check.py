@@ -2,7 +2,7 @@
 
 A line on stdin is a schema as a JSON text; a line on stdout says why it cannot be followed: `[reason, message]`, or
 null where it can. A schema that takes more than its share of processor time or memory is answered by this process's
-death. It ends with its stdin.
+death: by SIGPROF, or by SIGABRT where the library gets no memory. It ends with its stdin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 
 from kvstore.errors import InvalidInput
-from model.grammar import Grammars
+from model.grammar import Grammars, too_complex
 
 CPU_S = 1.0
 MEMORY_BYTES = 2 << 30
@@ -40,6 +40,9 @@ def problem(schema: str) -> list[str] | None:
         matcher.allowed(begun, len(begun))
     except InvalidInput as error:
         return [error.reason, error.message]
+    except MemoryError:
+        refusal = too_complex("it needs more memory than a check may have")
+        return [refusal.reason, refusal.message]
     return None
 
 

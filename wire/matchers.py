@@ -18,4 +18,5 @@ async def matcher_for(ticket: Ticket, grammars: Grammars | None) -> AnswerMatche
     if grammars is None:
         raise InvalidInput("json_schema_unsupported", f"{FIELD}: this worker keeps no answer to a schema", field=FIELD)
     generated = ticket.token_ids[ticket.prompt_tokens :]
-    return await asyncio.get_running_loop().run_in_executor(grammars.pool, grammars.start, schema, generated)
+    made = grammars.turns.submit(ticket.tenant, lambda: grammars.start(schema, generated, tenant=ticket.tenant))
+    return await asyncio.wrap_future(made)

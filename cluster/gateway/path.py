@@ -144,7 +144,7 @@ class RequestPath:
         draft = check_request(request, state.limits, state.config.api)
         placed = steering(request, call.metadata(), caller)
         if draft.sampling.json_schema:
-            await state.schemas.check(draft.sampling.json_schema)
+            await state.schemas.check(caller.tenant, draft.sampling.json_schema)
         token_ids = tuple(await state.encoder.encode(draft.prompt))
         sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
         if not draft.seed_given:

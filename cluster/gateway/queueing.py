@@ -60,6 +60,11 @@ def joined(room: Room, number: int, tenant: str, priority: Priority, *, retry_af
     return _with(room, priority, lines)
 
 
+def waiting_of(room: Room, tenant: str) -> int:
+    """How many requests of `tenant` wait."""
+    return sum(len(line.numbers) for lines in room.lines.values() for line in lines if line.tenant == tenant)
+
+
 def turn(room: Room) -> int | None:
     """The request whose turn it is; None when nobody waits."""
     if not room.lines:

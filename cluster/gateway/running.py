@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.gateway.roll import Entry
+from cluster.operators.explain import explain
 from genlock.v1 import inference_pb2
 from genlock.v1 import operator_pb2 as pb
-from kvstore.errors import GenlockError
+from kvstore.errors import GenlockError, NotFound
 
 MAX_ENDED = 512
 MAX_LABEL_CHARS = 128
 MAX_RECOMPUTES = 32
+# Fields are named by this program alone; what looks like anything else is not shown.
+FIELD = re.compile(r"[A-Za-z0-9_.\[\]-]{1,128}")
 
 
 @dataclass
@@ -80,7 +84,7 @@ class EndedRequests:
         described = pb.DescribeRequestResponse(
             request=running_message(running, now_ms),
             outcome="ok" if error is None else error.reason,
-            message="" if error is None else error.message[:512],
+            message="" if error is None else told_of(error),
             recomputes=running.facts.recomputes,
         )
         if running.facts.verification is not None:
@@ -104,6 +108,16 @@ def meant_by(running: Iterable[Running], request_id: str) -> list[Running]:
     return [one for one in known if one.facts.server_id == request_id] or [
         one for one in known if one.key[1] == request_id
     ]
+
+
+def told_of(error: GenlockError) -> str:
+    """What an operator is told of a request's error: the field, and what its reason means. Never its message, which
+    may quote what the caller wrote: a role, a name of a model, a part of a schema."""
+    try:
+        meaning = explain(error.reason).meaning
+    except NotFound:
+        meaning = ""
+    return ": ".join(part for part in (error.field if FIELD.fullmatch(error.field) else "", meaning) if part)
 
 
 def running_message(running: Running, now_ms: float, gateway: str = "") -> pb.RunningRequest:

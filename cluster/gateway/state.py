@@ -60,7 +60,7 @@ class GatewayState:
             served.info.name, served.info.vocab_size, served.info.context_tokens, (config.model.name,)
         )
         self.encoder = PromptEncoder(served.tokenizer, max_waiting=config.api.max_requests)
-        self.schemas = SchemaCheck()
+        self.schemas = SchemaCheck(retry_after_ms=config.api.retry_after_ms)
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
         self.waiting = WaitingRoom(config.api.max_queued, config.api.retry_after_ms)

@@ -172,8 +172,9 @@ class BuiltWorker:
         await loop.run_in_executor(None, self.telemetry.stop)
         if self._handoffs is not None:
             await self._handoffs.close()
-        grammars = None if self._grammars is None else self._grammars.pool
-        for executor in (self._executor, self._prover, grammars):
+        if self._grammars is not None:
+            self._grammars.turns.close()
+        for executor in (self._executor, self._prover):
             if executor is not None:
                 executor.shutdown(wait=False, cancel_futures=True)
         if hasattr(self, "transfer"):

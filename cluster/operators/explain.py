@@ -117,7 +117,10 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
         "Remove workers, or use one namespace for each cluster.", False),
     "too_many_connections": ("RESOURCE_EXHAUSTED", "The HTTP door holds as many connections as it may.", _BUSY, True),
     "schema_check_busy": (
-        "RESOURCE_EXHAUSTED", "A gateway's host was too busy to check a JSON schema in time.", _BUSY, True),
+        "RESOURCE_EXHAUSTED",
+        "A JSON schema was not checked in time, or too many new ones of this tenant wait for it at this gateway.",
+        "Retry after the delay that came with the error; send fewer new schemas at a time, or start more gateways.",
+        True),
     "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
     "too_many_keys": ("RESOURCE_EXHAUSTED", "The registry keeps as many API keys as it may.", "Revoke some.", False),
     "no_memory": (
@@ -329,8 +332,9 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "peer_internal": ("INTERNAL", "A worker ended the request without telling why.", _BUG, False),
     "internal": ("INTERNAL", "An unexpected error, contained to this request.", _BUG, False),
     "schema_check_failed": (
-        "UNAVAILABLE", "A gateway's host can start no process to check JSON schemas.",
-        "See the message; the gateway's container must be allowed another process.", True),
+        "UNAVAILABLE",
+        "A gateway's host can start no process to check JSON schemas, or it was ended twice; the schema may be good.",
+        "The gateway's container must be allowed another process, and have memory for it (2 GiB at most).", True),
     "answer_off_schema": ("INTERNAL", "A token of an answer does not keep to its JSON schema.", _BUG, True),
     "json_schema_too_complex": (
         "INVALID_ARGUMENT", "A JSON schema needs more time or memory than an answer may cost.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -13,10 +14,12 @@ import torch
 from kvstore.errors import GenlockError, InvalidInput
 from model import schema_check
 from model.grammar import Grammars, grammars_of
+from model.grammar import compiled as real
 from model.probe import EOS_ID, build_probe
 from model.sampler import NO_TOKEN, SampledToken, SampleRow, sample, validate
 from model.sampling import SamplingParams
 from model.ticket import Ticket
+from model.turns import TenantTurns
 from wire.matchers import matcher_for
 
 ANY = '{"type": "object"}'
@@ -120,7 +123,7 @@ def test_a_schema_beyond_the_limits_is_the_callers_and_leaves_no_worn_lexer(gram
     with pytest.raises(InvalidInput) as caught:
         grammars.start(wide, list(b'{"'))
     assert (caught.value.reason, caught.value.field) == ("json_schema_too_complex", "sampling_params.json_schema")
-    assert wide not in grammars._compiled
+    assert ("", wide) not in grammars._compiled
     assert len(caught.value.message) < 400
 
 
@@ -129,7 +132,44 @@ def test_few_grammars_are_kept(grammars: Grammars):
     for n in range(5):
         small.start(json.dumps({"const": n}))
     small.start(json.dumps({"const": 3}))
-    assert list(small._compiled) == [json.dumps({"const": n}) for n in (4, 3)]
+    assert list(small._compiled) == [("", json.dumps({"const": n})) for n in (4, 3)]
+
+
+async def test_what_a_tenant_has_compiled_is_compiled_again_for_another(grammars: Grammars, monkeypatch):
+    """How soon an answer begins would tell else that somebody uses this schema."""
+    compiled = []
+    monkeypatch.setattr("model.grammar.compiled", lambda *args: compiled.append(args[0]) or real(*args))
+    ticket = Ticket(b"t" * 16, "a", (1, 2), SamplingParams(json_schema='{"const": "secret"}'), "rev", "tok")
+    for tenant, times in (("a", 1), ("a", 1), ("b", 2), ("a", 2), ("b", 2)):
+        await matcher_for(replace(ticket, tenant=tenant), grammars)
+        assert len(compiled) == times, tenant
+
+
+async def test_tenants_take_turns_at_what_compiles(grammars: Grammars, monkeypatch):
+    """One that brings many at a time keeps no other waiting but for the one under way."""
+    order, first, go = [], threading.Event(), threading.Event()
+
+    def slow(schema: str, *args):
+        first.set()
+        go.wait()
+        order.append(schema)
+        return real(schema, *args)
+
+    monkeypatch.setattr("model.grammar.compiled", slow)
+
+    def begun(tenant: str, number: int) -> asyncio.Task:
+        sampling = SamplingParams(json_schema=json.dumps({"const": f"{tenant}{number}"}))
+        return asyncio.create_task(matcher_for(Ticket(b"t" * 16, tenant, (1,), sampling, "rev", "tok"), grammars))
+
+    tasks = [begun("many", number) for number in range(4)]
+    await asyncio.to_thread(first.wait)
+    tasks += [begun("one", 0), begun("gone", 0), begun("other", 0)]
+    await asyncio.sleep(0)
+    tasks.pop(5).cancel()
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*tasks)
+    assert [json.loads(schema)["const"] for schema in order] == ["many0", "one0", "other0", "many1", "many2", "many3"]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +206,19 @@ async def test_a_matcher_for_a_ticket(grammars: Grammars):
     with pytest.raises(InvalidInput) as caught:
         await matcher_for(bound, None)
     assert caught.value.reason == "json_schema_unsupported"
+
+
+async def test_who_waits_when_the_worker_stops_is_cancelled():
+    turns, first, go = TenantTurns("t"), threading.Event(), threading.Event()
+    under_way = turns.submit("a", lambda: first.set() or go.wait())
+    waiting = [turns.submit(tenant, lambda: 1) for tenant in "ab"]
+    await asyncio.to_thread(first.wait)
+    turns.close()
+    go.set()
+    assert await asyncio.wrap_future(under_way)
+    assert [one.cancelled() for one in waiting] == [True, True]
+    with pytest.raises(RuntimeError):
+        turns.submit("a", lambda: 1)
 
 
 def test_what_does_not_go_with_a_schema_at_a_worker():
