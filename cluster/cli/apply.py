@@ -60,7 +60,7 @@ def apply(
         async with connect(endpoint_or_default(endpoint), token, timeout_s) as client:
             answer: pb.ApplyResponse = await client.operate("Apply", request)
             if wait and not request.mutation.dry_run:
-                answer.fleet.CopyFrom(await settle(client, wait_s, what="Applying"))
+                answer.fleet.CopyFrom(await settle(client, wait_s, answer.fleet, what="Applying"))
             return answer
 
     answer = run_async(work())

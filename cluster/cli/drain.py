@@ -11,6 +11,7 @@ from cluster.cli.operate import (
     change_options,
     fleet_tables,
     leave,
+    leaving,
     mutation,
     operator_options,
     settle,
@@ -97,12 +98,13 @@ def drain(
         before: pb.FleetView = await client.operate("Drain", request)
         if not wait or request.mutation.dry_run:
             return before
-        going = [worker for worker in before.workers if worker.worker_id in workers or worker.node in nodes]
+        named = [worker for worker in before.workers if worker.worker_id in workers or worker.node in nodes]
+        going = leaving(before, named)
         if replace and nodes:
             # What takes their place may wait for a node of its own: one that comes when this one has gone.
-            return await leave(client, wait_s, going)
+            return await leave(client, wait_s, before, going)
         names_gone = () if replace else [worker.worker_id for worker in going]
-        return await settle(client, wait_s, gone=names_gone, what="Draining")
+        return await settle(client, wait_s, before, gone=names_gone, what="Draining")
 
     return _run(work, endpoint, token, timeout_s, output)
 
@@ -132,7 +134,7 @@ def restart(
         fleet: pb.FleetView = await client.operate("Restart", request)
         if not wait or request.mutation.dry_run:
             return fleet
-        return await settle(client, wait_s, what="Restarting")
+        return await settle(client, wait_s, fleet, what="Restarting")
 
     return _run(work, endpoint, token, timeout_s, output)
 

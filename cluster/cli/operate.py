@@ -161,8 +161,14 @@ async def targets(client: Client, names: Sequence[str]) -> tuple[list[str], list
     return [name for name in names if name in workers], [name for name in names if name not in workers]
 
 
-async def leave(client: Client, wait_s: float, going: Sequence[pb.FleetWorker]) -> pb.FleetView:
-    """Waits until these lives of workers have ended, whatever follows. Raises DeadlineExceeded (`wait_timeout`)."""
+def leaving(told: pb.FleetView, going: Sequence[pb.FleetWorker]) -> list[pb.FleetWorker]:
+    """Of the workers that a change was about, those that leave by it. Where the change was a repeated one, they have
+    gone or are on their way, and whoever serves under their names or on their nodes is another life."""
+    return [worker for worker in going if not told.repeated or worker.phase == "DRAINING"]
+
+
+async def leave(client: Client, wait_s: float, told: pb.FleetView, going: Sequence[pb.FleetWorker]) -> pb.FleetView:
+    """Waits until these lives of workers have ended, whatever follows. Returns and raises what `settle` does."""
     lives = {(worker.worker_id, worker.incarnation) for worker in going if worker.phase != "STOPPED"}
 
     def pending(fleet: pb.FleetView) -> Pending | None:
@@ -173,12 +179,15 @@ async def leave(client: Client, wait_s: float, going: Sequence[pb.FleetWorker]) 
         )
         return (left, left) if left else None
 
-    return await _wait(client, wait_s, pending, "Draining")
+    return await _wait(client, wait_s, told, pending, "Draining")
 
 
-async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), what: str = "The fleet") -> pb.FleetView:
-    """Waits until the fleet is as wanted and `gone` are not there any more, with progress on stderr. Raises
-    DeadlineExceeded (`wait_timeout`)."""
+async def settle(
+    client: Client, wait_s: float, told: pb.FleetView, *, gone: Sequence[str] = (), what: str = "The fleet"
+) -> pb.FleetView:
+    """Waits until the fleet is as wanted and `gone` are not there any more, with progress on stderr. Returns the fleet
+    as it is then, with what the answer to the change, `told`, said of the change itself. Raises DeadlineExceeded
+    (`wait_timeout`)."""
 
     def pending(fleet: pb.FleetView) -> Pending | None:
         if fleet.settled and not any(worker.worker_id in gone for worker in fleet.workers):
@@ -189,11 +198,11 @@ async def settle(client: Client, wait_s: float, *, gone: Sequence[str] = (), wha
         why = fleet.reason or busy or "settling"
         return busy or why, why
 
-    return await _wait(client, wait_s, pending, what)
+    return await _wait(client, wait_s, told, pending, what)
 
 
 async def _wait(
-    client: Client, wait_s: float, pending: Callable[[pb.FleetView], Pending | None], what: str
+    client: Client, wait_s: float, told: pb.FleetView, pending: Callable[[pb.FleetView], Pending | None], what: str
 ) -> pb.FleetView:
     """Looks at the fleet until nothing is pending."""
     from cluster.cli import render
@@ -208,6 +217,7 @@ async def _wait(
                     fleet: pb.FleetView = await client.operate("GetFleet", pb.GetFleetRequest())
                     left = pending(fleet)
                     if left is None:
+                        fleet.repeated = told.repeated  # a look at the fleet knows of no change
                         return fleet
                     shown, why = left
                     spinner.update(f"{what}: {shown}")

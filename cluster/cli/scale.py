@@ -52,7 +52,7 @@ def command(
             plan: pb.ScaleResponse = await client.operate("Scale", request)
             _tell(plan, request.mutation.dry_run)
             if wait and not request.mutation.dry_run:
-                plan.fleet.CopyFrom(await settle(client, wait_s, gone=plan.removed, what="Scaling"))
+                plan.fleet.CopyFrom(await settle(client, wait_s, plan.fleet, gone=plan.removed, what="Scaling"))
             return plan
 
     plan = run_async(work())

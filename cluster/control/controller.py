@@ -39,6 +39,7 @@ from cluster.control.state import (
     Stop,
 )
 from cluster.control.tally import Tally
+from cluster.control.wanted import lost, refill
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event
 from cluster.registry.rules import revision_moved
@@ -249,9 +250,7 @@ class Controller:
 
     async def _turn(self) -> None:
         with contextlib.suppress(GenlockError):  # the last view counts on
-            wanted = await self._read_desired()
-            if wanted.revision > self.state.desired.revision:
-                self.state = replace(self.state, desired=wanted)
+            await self._read_desired()
         if self.superseded:
             return
         before = self.state
@@ -270,30 +269,41 @@ class Controller:
             self._turned.notify_all()
 
     async def _read_desired(self) -> Desired:
-        """What the registry wants. A store that lost it gets back what this controller knows."""
-        ours = self.state.desired
+        """What the registry wants, which counts from now on. A store that lost it gets back what this controller
+        knows."""
         try:
-            stored = await self.registry.desired()
-            if stored.revision < ours.revision:
-                stored = await self._refill(ours, stored.revision)
+            wanted = await self._agreed()
         except GenlockError as error:
             self.registry_error = error.message
             raise
         self.registry_error = ""
-        if stored.controller_starts > ours.controller_starts:
-            self.superseded = True
         if self.superseded:
             raise Unavailable("superseded", "a later life of the controller has taken over: ask that one")
-        return stored
+        if wanted.revision > self.state.desired.revision:
+            self.state = replace(self.state, desired=wanted)
+        return wanted
 
-    async def _refill(self, ours: Desired, found: int) -> Desired:
-        """The registry was flushed, or came back as it once was. Events and answers under keys are gone with it."""
-        again = replace(ours, refills=ours.refills + 1, refilled_ms=self.clocks.unix_ms())
-        stored = await self.registry.replace_desired(again, found)
-        self.tally.refills += 1
-        told = f"lost revision {ours.revision}, had {found}: written again as {stored.revision}"
-        self.record("registry", "fleet", told)
-        return stored
+    async def _agreed(self) -> Desired:
+        """Judged by the state as it is after each wait: a change may have been kept and acknowledged meanwhile."""
+        for _try in range(MAX_CHANGE_TRIES):
+            stored = await self.registry.desired()
+            ours = self.state.desired
+            if stored.controller_starts > ours.controller_starts:
+                self.superseded = True
+            if self.superseded or not lost(ours, stored):
+                return stored
+            try:
+                again = await self.registry.replace_desired(
+                    refill(ours, stored, self.clocks.unix_ms()), stored.revision
+                )
+            except Conflict:
+                continue  # what was read is no longer there
+            self.tally.refills += 1
+            told = f"lost revision {ours.revision}, had {stored.revision}: written again as {again.revision}"
+            self.record("registry", "fleet", told)
+            if self.state.desired is ours:
+                return again
+        raise Unavailable("registry_busy", "what is wanted changes faster than it can be read: try again")
 
     def _sweep(self) -> None:
         """Forgets lives that no row has any more."""

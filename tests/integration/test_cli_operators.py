@@ -14,10 +14,12 @@ import pytest
 import yaml
 
 from cluster.cli.main import COMMANDS, CONFLICT, FAILED, OK, REFUSED, TIMED_OUT, UNREACHABLE, USAGE, run
-from cluster.cli.operate import leave
+from cluster.cli.main import cli as main
+from cluster.cli.operate import leave, leaving
 from genlock.v1 import operator_pb2
 from kvstore.errors import DeadlineExceeded
 from tests.integration.test_cli import fake_cluster
+from tests.integration.test_cli_forms import leaves
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "127.0.0.1:1"
@@ -155,10 +157,11 @@ async def test_what_replaces_the_workers_of_a_node_is_not_waited_for():
             assert name == "GetFleet"
             return views[0] if len(views) == 1 else views.pop(0)
 
-    assert await leave(Scripted(), 30.0, draining) == views[-1]  # type: ignore[arg-type]
+    told = operator_pb2.FleetView(workers=draining)
+    assert await leave(Scripted(), 30.0, told, draining) == views[-1]  # type: ignore[arg-type]
     views[:] = [operator_pb2.FleetView(workers=draining)]
     with pytest.raises(DeadlineExceeded) as caught:
-        await leave(Scripted(), 0.0, draining)  # type: ignore[arg-type]
+        await leave(Scripted(), 0.0, told, draining)  # type: ignore[arg-type]
     assert "decode-0, decode-1" in caught.value.message
 
 
@@ -301,3 +304,45 @@ def test_every_command_has_help_with_examples(name: str, capsys):
     out = capsys.readouterr().out
     assert "Examples:" in out
     assert f"genlock {name}" in out
+
+
+WAITING = {
+    "scale": ("decode=2",),
+    "apply": ("-f", "FILE"),
+    "drain": ("decode-0", "--replace"),
+    "drain a node": ("NODE", "--replace", "--force", "--deadline", "1"),
+    "restart": ("decode-0",),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_repeated_change_that_is_waited_for_says_that_it_is_one(cli: Cli, name: str, tmp_path: Path):
+    file = tmp_path / "fleet.yaml"
+    file.write_text("decode: 2\n")
+    assert cli("scale", "decode=2", "--wait", "--wait-timeout", "30")[0] == OK
+    [node] = {worker["node"] for worker in workers(cli).values()}
+    args = [{"FILE": str(file), "NODE": node}.get(arg, arg) for arg in WAITING[name]]
+    change = (name.split()[0], *args, "--idempotency-key", f"again {name}", "-o", "json")
+    waited = (*change, "--wait", "--wait-timeout", "30")
+    repeated = []
+    for asked in (waited, change, waited):
+        code, out, err = cli(*asked)
+        assert code == OK, err
+        told = json.loads(out)
+        repeated.append(told.get("fleet", told)["repeated"])
+    assert repeated == [False, True, True]
+
+
+def test_every_command_that_waits_is_asked_for_a_repeated_change():
+    waiting = {name for name, command in leaves(main) if any(option.name == "wait" for option in command.params)}
+    assert waiting == {name.split()[0] for name in WAITING}
+
+
+def test_of_a_repeated_drain_only_those_are_waited_for_that_still_leave():
+    """A later life under the name serves, and would be waited for in vain."""
+    rows = [
+        operator_pb2.FleetWorker(worker_id=name, phase=phase)
+        for name, phase in (("decode-0", "READY"), ("decode-1", "DRAINING"), ("decode-2", "STARTING"))
+    ]
+    assert leaving(operator_pb2.FleetView(workers=rows), rows) == rows
+    assert leaving(operator_pb2.FleetView(workers=rows, repeated=True), rows) == [rows[1]]
