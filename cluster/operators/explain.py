@@ -118,6 +118,14 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "too_many_connections": ("RESOURCE_EXHAUSTED", "The HTTP door holds as many connections as it may.", _BUSY, True),
     "schema_check_busy": (
         "RESOURCE_EXHAUSTED", "A gateway's host was too busy to check a JSON schema in time.", _BUSY, True),
+    "bad_http": (
+        "INVALID_ARGUMENT", "What came is not HTTP/1.1, or a request has too many headers.",
+        "Look at what stands between the client and the gateway, and whether one of them speaks TLS.", False,
+    ),
+    "body_in_crumbs": (
+        "INVALID_ARGUMENT", "A body came in a great many tiny chunks, whose framing outweighs it.",
+        "Collect the body and send it with its content-length, or in chunks of a kilobyte and more.", False,
+    ),
     "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
     "too_many_keys": ("RESOURCE_EXHAUSTED", "The registry keeps as many API keys as it may.", "Revoke some.", False),
     "no_memory": (
