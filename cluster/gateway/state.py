@@ -12,6 +12,7 @@ from cluster.gateway.admission import ModelLimits
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
+from cluster.gateway.pool import FairPool
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.schemas import SchemaCheck
@@ -56,9 +57,15 @@ class GatewayState:
         self.authenticator = authenticator or SingleTenant()
         self.checks = checks or StreamChecks()
         self.limits = ModelLimits(
-            served.info.name, served.info.vocab_size, served.info.context_tokens, (config.model.name,)
+            served.info.name,
+            served.info.vocab_size,
+            served.info.context_tokens,
+            (config.model.name,),
+            longest_token_bytes=max(len(served.tokenizer.bytes_of(token)) for token in range(served.info.vocab_size)),
         )
-        self.encoder = PromptEncoder(served.tokenizer, max_waiting=config.api.max_requests)
+        # Long texts are read and tokenized here.
+        self.pool = FairPool("tokenize", max_jobs=config.api.max_requests)
+        self.encoder = PromptEncoder(served.tokenizer, self.pool)
         self.schemas = SchemaCheck()
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
@@ -234,7 +241,7 @@ class GatewayState:
             del self._by_tenant[tenant]
 
     async def close(self) -> None:
-        self.encoder.close()
+        self.pool.close()
         await self.schemas.close()
         await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
         await end_tasks(list(self._retired))
