@@ -23,6 +23,12 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+# Values of all kinds in one request, beside a token id for each place of the context.
+MAX_VALUES = 65_536
+# A message of the wire beside its text and its ids: schema, stop texts, names.
+OTHER_BYTES = 256 << 10
+# The longest way to write a byte of text: \u and four digits; and a token id with what is around it.
+ESCAPED_BYTES, ID_BYTES = 6, 12
 MAX_NAME_CHARS = 256
 MAX_TOOLS = 128
 MAX_TOOL_DEPTH = 32
@@ -70,6 +76,14 @@ class ModelLimits:
     def most_text_bytes(self) -> int:
         """Text beyond this has more tokens than the context, whichever they are; 0: not known."""
         return self.context_tokens * self.longest_token_bytes
+
+
+def message_bytes(model: ModelLimits, limits: ApiConfig) -> int:
+    """The longest message that a door takes: the setting, or less where no prompt that fits the context needs it."""
+    if not model.longest_token_bytes:
+        return limits.max_message_bytes
+    text = min(limits.max_prompt_bytes, model.most_text_bytes)
+    return min(limits.max_message_bytes, OTHER_BYTES + max(ESCAPED_BYTES * text, ID_BYTES * model.context_tokens))
 
 
 @dataclass(frozen=True)

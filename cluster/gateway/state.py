@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
-from cluster.gateway.admission import ModelLimits
+from cluster.gateway.admission import ModelLimits, message_bytes
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
@@ -63,6 +63,8 @@ class GatewayState:
             (config.model.name,),
             longest_token_bytes=max(len(served.tokenizer.bytes_of(token)) for token in range(served.info.vocab_size)),
         )
+        # Longest message of a request at either door.
+        self.message_bytes = message_bytes(self.limits, config.api)
         # Long texts are read and tokenized here.
         self.pool = FairPool("tokenize", max_jobs=config.api.max_requests)
         self.encoder = PromptEncoder(served.tokenizer, self.pool)
@@ -160,7 +162,7 @@ class GatewayState:
                 self.retire_channel(known)
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = self.dialer.open(endpoint, self.config.api.max_message_bytes)
+            channel = self._channels[endpoint] = self.dialer.open(endpoint)
         return channel
 
     def decode_stub(self, endpoint: str) -> worker_pb2_grpc.DecodeServiceAsyncStub:

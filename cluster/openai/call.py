@@ -127,7 +127,7 @@ class HttpCall:
             raise InvalidInput("bad_content_type", "bodies are taken uncompressed", field="content-encoding")
 
     async def _body(self) -> bytes:
-        limit = self._state.config.api.max_message_bytes
+        limit = self._state.message_bytes
         length = self._headers.get("content-length", "0")
         # h11 has checked that it is a number.
         size = int(length)

@@ -126,6 +126,9 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
         "INVALID_ARGUMENT", "A body came in a great many tiny chunks, whose framing outweighs it.",
         "Collect the body and send it with its content-length, or in chunks of a kilobyte and more.", False,
     ),
+    "too_many_values": (
+        "INVALID_ARGUMENT", "A request has far more fields or list items than any that is served.",
+        "Send what belongs to the request alone; a prompt of ids has one for each place of the context.", False),
     "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
     "too_many_keys": ("RESOURCE_EXHAUSTED", "The registry keeps as many API keys as it may.", "Revoke some.", False),
     "no_memory": (
