@@ -146,8 +146,12 @@ class ApiConfig:
     )
     max_queued: int = _setting(64, "Most requests that wait for a place; they count as running.", low=1, high=4096)
     retry_after_ms: int = _setting(500, "Retry delay told to a refused caller.", low=1, high=600_000)
+    max_connections: int = _setting(1024, "Most connections at once, at each of the two doors.", low=1, high=65_536)
     max_prompt_bytes: int = _setting(2 << 20, "Longest prompt text, all messages together.", low=1, high=256 << 20)
-    max_message_bytes: int = _setting(16 << 20, "Longest request message on the wire.", low=1 << 10, high=512 << 20)
+    max_message_bytes: int = _setting(
+        4 << 20, "Longest request message on the wire; less is taken where no prompt that fits the context needs it.",
+        low=1 << 10, high=512 << 20,
+    )  # fmt: skip
     default_deadline_ms: int = _setting(300_000, "Deadline of a request that names none.", low=1, high=86_400_000)
     max_deadline_ms: int = _setting(3_600_000, "Longest deadline; later ones are cut to it.", low=1, high=86_400_000)
     default_max_tokens: int = _setting(

@@ -24,6 +24,8 @@ from model.chat_template import ChatTemplate, RenderedChat, any_of
 from model.hf_folder import read_json
 
 MAX_TEXT_CHARS = 8 << 20
+# Longer texts are encoded without holding the interpreter.
+MAX_HELD_CHARS = 2048
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
 # Splitting rules of `tokenizer.ggml.pre`: the Llama 3 and Qwen 2 patterns are those of their tokenizer.json.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -129,6 +131,9 @@ class ByteLevelTokenizer:
         if not text:
             return []
         try:
+            if len(text) > MAX_HELD_CHARS:
+                # As a batch of one: only so does the library let other threads run meanwhile.
+                return list(self.plain.encode_batch([text], add_special_tokens=False)[0].ids)
             return list(self.plain.encode(text, add_special_tokens=False).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidInput("bad_text", f"text is not valid Unicode: {error}", field="prompt") from error

@@ -6,6 +6,7 @@ import grpc.aio
 
 MAX_MESSAGE_BYTES = 16 << 20
 PING_MS = 10_000
+HANDSHAKE_MS = 20_000
 PING_TIMEOUT_MS = 5_000
 
 
@@ -48,6 +49,17 @@ def server_options(
         # Allows the pings of `channel_options`.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def door_options(max_message_bytes: int, max_connections: int, max_streams: int) -> list[tuple[str, int]]:
+    """Options of a server that anybody can reach. `max_streams`: calls at once over one connection."""
+    return [
+        *server_options(max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", max_streams),
+        # A connection that does not greet.
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ]
 
 

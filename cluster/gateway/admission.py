@@ -23,6 +23,12 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+# Values of all kinds in one request, beside a token id for each place of the context.
+MAX_VALUES = 65_536
+# A message of the wire beside its text and its ids: schema, stop texts, names.
+OTHER_BYTES = 256 << 10
+# The longest way to write a byte of text: \u and four digits; and a token id with what is around it.
+ESCAPED_BYTES, ID_BYTES = 6, 12
 MAX_NAME_CHARS = 256
 MAX_TOOLS = 128
 MAX_TOOL_DEPTH = 32
@@ -57,12 +63,27 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """`aliases`: other names that requests may use."""
+    """`aliases`: other names that requests may use. `longest_token_bytes`: most text that one token stands for; 0 where
+    it is not known."""
 
     name: str
     vocab_size: int
     context_tokens: int
     aliases: tuple[str, ...] = ()
+    longest_token_bytes: int = 0
+
+    @property
+    def most_text_bytes(self) -> int:
+        """Text beyond this has more tokens than the context, whichever they are; 0: not known."""
+        return self.context_tokens * self.longest_token_bytes
+
+
+def message_bytes(model: ModelLimits, limits: ApiConfig) -> int:
+    """The longest message that a door takes: the setting, or less where no prompt that fits the context needs it."""
+    if not model.longest_token_bytes:
+        return limits.max_message_bytes
+    text = min(limits.max_prompt_bytes, model.most_text_bytes)
+    return min(limits.max_message_bytes, OTHER_BYTES + max(ESCAPED_BYTES * text, ID_BYTES * model.context_tokens))
 
 
 @dataclass(frozen=True)
@@ -114,12 +135,7 @@ def fit_sampling(
         raise _bad("empty_prompt", field, "gives no tokens")
     room = model.context_tokens - prompt_tokens
     if room < 1:
-        raise _bad(
-            "prompt_too_long",
-            field,
-            f"has {prompt_tokens} tokens; the context of {model.name} is {model.context_tokens}, one of them for the "
-            "answer",
-        )
+        raise _too_long(field, f"{prompt_tokens} tokens", model)
     wanted = draft.max_tokens
     if wanted is not None and wanted > room:
         raise _bad(
@@ -160,18 +176,18 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelL
     """The prompt of a request, within the limits of size. Raises InvalidInput."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
-        _check_size(len(request.text.encode()), "text", limits)
+        _check_size(len(request.text.encode()), "text", model, limits)
         if not request.text:
             raise _bad("empty_prompt", "text", "must not be empty")
         return Prompt("text", text=request.text)
     if kind == "chat":
-        return Prompt("chat", turns=_turns(request.chat, limits), tools=_tools(request.chat))
+        return Prompt("chat", turns=_turns(request.chat, model, limits), tools=_tools(request.chat))
     if kind == "tokens" and isinstance(request, pb.GenerateRequest):
         return Prompt("tokens", token_ids=_token_ids(request.tokens, model))
     raise _bad("no_prompt", "prompt", "is missing: set text, chat or tokens")
 
 
-def _turns(chat: pb.ChatPrompt, limits: ApiConfig) -> tuple[Turn, ...]:
+def _turns(chat: pb.ChatPrompt, model: ModelLimits, limits: ApiConfig) -> tuple[Turn, ...]:
     if not chat.messages:
         raise _bad("no_messages", "chat.messages", "must hold at least one message")
     if len(chat.messages) > MAX_MESSAGES:
@@ -181,7 +197,7 @@ def _turns(chat: pb.ChatPrompt, limits: ApiConfig) -> tuple[Turn, ...]:
     )
     texts = [*chat.tools, *(text for turn in turns for text in (turn.content, *turn.tool_calls))]
     size_bytes = sum(len(text.encode()) for text in texts)
-    _check_size(size_bytes, "chat.messages", limits)
+    _check_size(size_bytes, "chat.messages", model, limits)
     for index, turn in enumerate(turns):
         if turn.role not in ROLES:
             raise _bad(
@@ -232,6 +248,8 @@ def _token_ids(tokens: pb.TokenPrompt, model: ModelLimits) -> tuple[int, ...]:
     count = len(tokens.token_ids)
     if not count:
         raise _bad("empty_prompt", "tokens.token_ids", "must not be empty")
+    if count >= model.context_tokens:
+        raise _too_long("tokens", f"{count} tokens", model)
     token_ids = tuple(tokens.token_ids)
     if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
         index, token = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < model.vocab_size)
@@ -243,9 +261,20 @@ def _token_ids(tokens: pb.TokenPrompt, model: ModelLimits) -> tuple[int, ...]:
     return token_ids
 
 
-def _check_size(size_bytes: int, field: str, limits: ApiConfig) -> None:
+def _check_size(size_bytes: int, field: str, model: ModelLimits, limits: ApiConfig) -> None:
     if size_bytes > limits.max_prompt_bytes:
         raise _bad("prompt_too_large", field, f"has {size_bytes} bytes; at most {limits.max_prompt_bytes} are taken")
+    if model.longest_token_bytes and size_bytes > model.most_text_bytes:
+        # No need to tokenize it.
+        raise _too_long(field, f"{size_bytes} bytes, with tokens of at most {model.longest_token_bytes}", model)
+
+
+def _too_long(field: str, has: str, model: ModelLimits) -> InvalidInput:
+    return _bad(
+        "prompt_too_long",
+        field,
+        f"has {has}; the context of {model.name} is {model.context_tokens}, one of them for the answer",
+    )
 
 
 def _sampling(params: pb.SamplingParams, model: ModelLimits) -> SamplingParams:

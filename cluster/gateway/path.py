@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -126,17 +126,8 @@ class RequestPath:
         return self._state.enter(caller, call.label, task, facts)
 
     async def _bounded(self, call: Call, caller: Caller, trail: Trail, running: Running, limit_ms: float) -> None:
-        """Runs the request until its deadline. A stop from outside ends it with the error that the stopper gave."""
-        try:
-            async with asyncio.timeout(limit_ms / 1000):
-                await self._run(call, caller, trail, running.facts)
-        except TimeoutError as error:
-            raise DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms") from error
-        except asyncio.CancelledError:
-            if running.stopped_by is None:
-                raise
-            running.task.uncancel()
-            raise running.stopped_by from None
+        async with within(running, limit_ms):
+            await self._run(call, caller, trail, running.facts)
 
     async def _run(self, call: Call, caller: Caller, trail: Trail, facts: RequestFacts) -> None:
         state = self._state
@@ -145,7 +136,7 @@ class RequestPath:
         placed = steering(request, call.metadata(), caller)
         if draft.sampling.json_schema:
             await state.schemas.check(caller.tenant, draft.sampling.json_schema)
-        token_ids = tuple(await state.encoder.encode(draft.prompt))
+        token_ids = tuple(await state.encoder.encode(draft.prompt, caller.tenant))
         sampling = fit_sampling(draft, len(token_ids), state.limits, state.config.api.default_max_tokens)
         if not draft.seed_given:
             sampling = replace(sampling, seed=int.from_bytes(state.sources.random_bytes(8), "little"))
@@ -276,6 +267,21 @@ class RequestPath:
             trail=dict(admitted.trail.metadata()),
         )
         return Placed(at, state.open_decode(at.route.decode.endpoint, request, at.seat.another))
+
+
+@asynccontextmanager
+async def within(running: Running, limit_ms: float) -> AsyncIterator[None]:
+    """What is inside ends by its deadline. A stop from outside ends it with the error that the stopper gave."""
+    try:
+        async with asyncio.timeout(limit_ms / 1000):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded("deadline_exceeded", f"the request took longer than {limit_ms:.0f} ms") from error
+    except asyncio.CancelledError:
+        if running.stopped_by is None:
+            raise
+        running.task.uncancel()
+        raise running.stopped_by from None
 
 
 def deadline_ms(api: ApiConfig, remaining_s: float | None) -> float:

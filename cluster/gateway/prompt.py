@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 from cluster.gateway.admission import Prompt, Turn
+from cluster.gateway.pool import FairPool
 from cluster.gateway.served import GatewayTokenizer
-from kvstore.errors import InvalidInput, NoCapacity
+from kvstore.errors import InvalidInput
 
 # Tokenizing this much takes well under a millisecond; a thread switch costs as much.
 INLINE_CHARS = 2048
+# What a message costs beside its text, in characters of text.
+TURN_CHARS = 64
 
 
 class PromptEncoder:
-    """One tokenizer with a small pool of threads and at most `max_waiting` texts that wait for them."""
+    """One tokenizer; long texts take their turn in `pool`."""
 
-    def __init__(self, tokenizer: GatewayTokenizer, *, threads: int = 2, max_waiting: int = 64) -> None:
+    def __init__(self, tokenizer: GatewayTokenizer, pool: FairPool) -> None:
         self._tokenizer = tokenizer
-        self._waiting = 0
-        self._max_waiting = max_waiting
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._pool = pool
 
-    async def encode(self, prompt: Prompt) -> list[int]:
+    async def encode(self, prompt: Prompt, tenant: str) -> list[int]:
         """Raises InvalidInput for a chat template that cannot render the messages and for text that is not Unicode,
         NoCapacity when too many long texts wait."""
         if prompt.token_ids is not None:
             return list(prompt.token_ids)
         if _chars(prompt) <= INLINE_CHARS:
             return self._encode(prompt)
-        if self._waiting >= self._max_waiting:
-            raise NoCapacity("tokenizer_busy", f"{self._waiting} long texts wait to be tokenized")
-        future = asyncio.get_running_loop().run_in_executor(self._pool, self._encode, prompt)
-        # Counted until the thread is through with it: a caller that left does not stop a thread.
-        self._waiting += 1
-        future.add_done_callback(self._done)
-        return await asyncio.shield(future)
-
-    def _done(self, future: asyncio.Future[list[int]]) -> None:
-        self._waiting -= 1
-        if not future.cancelled():
-            # Looked at here too: the caller may have left, and an error that nobody sees is logged as lost.
-            future.exception()
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        return await self._pool.run(tenant, lambda: self._encode(prompt))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         try:
@@ -70,5 +54,6 @@ def _message(turn: Turn) -> dict[str, object]:
 def _chars(prompt: Prompt) -> int:
     if prompt.text is not None:
         return len(prompt.text)
-    texts = (text for turn in prompt.turns or () for text in (turn.content, *turn.tool_calls))
-    return sum(map(len, texts)) + sum(map(len, prompt.tools))
+    turns = prompt.turns or ()
+    texts = (text for turn in turns for text in (turn.content, turn.name, turn.tool_call_id, *turn.tool_calls))
+    return sum(map(len, texts)) + sum(map(len, prompt.tools)) + TURN_CHARS * len(turns)

@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.gateway.credentials import Credentials
+from cluster.gateway.front_door import MESSAGE_TIMEOUT_S, FrontDoor
 from cluster.gateway.identity import Authenticator
 from cluster.gateway.metrics import targets_of
 from cluster.gateway.operator import OperatorService
@@ -25,15 +26,18 @@ from kvstore.errors import GenlockError, Unavailable
 from wire.health import LIVENESS, READINESS
 from wire.interceptor import TypedErrors
 from wire.metrics_http import OFF, MetricsServer
-from wire.options import server_options
+from wire.options import door_options
 from wire.version import app_version
 
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 GENERATE = "/genlock.v1.InferenceService/Generate"
-SERVICES = (
-    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    operator_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
+_DESCRIPTORS = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+    operator_pb2.DESCRIPTOR.services_by_name["OperatorService"],
 )
+SERVICES = tuple(service.full_name for service in _DESCRIPTORS)
+# Calls over one connection beyond the requests that run: to be told that there is no room, and for everything else.
+SPARE_STREAMS = 128
 
 
 class Gateway:
@@ -47,7 +51,9 @@ class Gateway:
         *,
         authenticator: Authenticator | None = None,
         checks: StreamChecks | None = None,
+        message_timeout_s: float = MESSAGE_TIMEOUT_S,
     ) -> None:
+        """`message_timeout_s`: how long a call's message may take once its headers are here."""
         self.state = GatewayState(
             config, served, sources, authenticator=authenticator, checks=checks, version=app_version(),
             dialer=dialer_of(config.tls),
@@ -58,6 +64,7 @@ class Gateway:
         self.metrics_endpoint = ""
         self._metrics = MetricsServer(self.state.metrics.registry, lambda: targets_of(self.state.fleet))
         self._config = config
+        self._message_timeout_s = message_timeout_s
         self._poller = Poller(self.state)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._server: grpc.aio.Server | None = None
@@ -67,8 +74,15 @@ class Gateway:
     async def start(self) -> str:
         """Listens and returns `host:port`. Raises Unavailable (`port_taken`) when the port cannot be had."""
         server = grpc.aio.server(
-            interceptors=(TypedErrors(on_refused=self._on_refused),),
-            options=server_options(self._config.api.max_message_bytes),
+            interceptors=(
+                FrontDoor(self.state, _DESCRIPTORS, self._on_refused, self._message_timeout_s),
+                TypedErrors(on_refused=self._on_refused),
+            ),
+            options=door_options(
+                self.state.message_bytes,
+                self._config.api.max_connections,
+                self._config.api.max_requests + SPARE_STREAMS,
+            ),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.state), server)
         operators = OperatorService(self.state, self.state.version)

@@ -8,11 +8,11 @@ from typing import Any
 
 from cluster.gateway.admission import check_model, check_prompt, check_request_id
 from cluster.gateway.identity import user
-from cluster.gateway.path import RequestPath, deadline_ms
+from cluster.gateway.path import RequestPath, deadline_ms, within
+from cluster.gateway.running import RequestFacts
 from cluster.gateway.state import GatewayState
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc as services
-from kvstore.errors import DeadlineExceeded
 from wire.replies import Replies
 
 # grpc.aio's context is generic in its stubs and not at run time.
@@ -56,16 +56,22 @@ class InferenceService(services.InferenceServiceServicer):
         await self._path.run(GrpcCall(request, context))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        user(self._state.authenticator.caller(context.invocation_metadata() or ()))
-        check_model(request.model, self._state.limits)
-        prompt = check_prompt(request, self._state.limits, self._state.config.api)
-        limit_ms = deadline_ms(self._state.config.api, context.time_remaining())
+        """Counts among the tenant's running requests while it runs."""
+        state = self._state
+        caller = user(state.authenticator.caller(context.invocation_metadata() or ()))
+        check_model(request.model, state.limits)
+        prompt = check_prompt(request, state.limits, state.config.api)
+        limit_ms = deadline_ms(state.config.api, context.time_remaining())
+        received_ms, task = state.sources.now_ms(), asyncio.current_task()
+        assert task is not None
+        server_id = state.sources.random_bytes(8).hex()
+        running = state.enter(caller, "", task, RequestFacts(server_id, received_ms, received_ms + limit_ms))
         try:
-            async with asyncio.timeout(limit_ms / 1000):
-                token_ids = await self._state.encoder.encode(prompt)
-        except TimeoutError as error:
-            raise DeadlineExceeded("deadline_exceeded", f"the text took longer than {limit_ms:.0f} ms") from error
-        return pb.TokenizeResponse(token_ids=token_ids, context_tokens=self._state.limits.context_tokens)
+            async with within(running, limit_ms):
+                token_ids = await state.encoder.encode(prompt, caller.tenant)
+        finally:
+            state.leave(running)
+        return pb.TokenizeResponse(token_ids=token_ids, context_tokens=state.limits.context_tokens)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         self._state.authenticator.caller(context.invocation_metadata() or ())

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
-from cluster.gateway.admission import ModelLimits
+from cluster.gateway.admission import ModelLimits, message_bytes
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
+from cluster.gateway.pool import FairPool
 from cluster.gateway.prompt import PromptEncoder
 from cluster.gateway.roll import Roll
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
@@ -57,9 +58,17 @@ class GatewayState:
         self.authenticator = authenticator or SingleTenant()
         self.checks = checks or StreamChecks()
         self.limits = ModelLimits(
-            served.info.name, served.info.vocab_size, served.info.context_tokens, (config.model.name,)
+            served.info.name,
+            served.info.vocab_size,
+            served.info.context_tokens,
+            (config.model.name,),
+            longest_token_bytes=max(len(served.tokenizer.bytes_of(token)) for token in range(served.info.vocab_size)),
         )
-        self.encoder = PromptEncoder(served.tokenizer, max_waiting=config.api.max_requests)
+        # Longest message of a request at either door.
+        self.message_bytes = message_bytes(self.limits, config.api)
+        # Long texts are read and tokenized here.
+        self.pool = FairPool("tokenize", max_jobs=config.api.max_requests)
+        self.encoder = PromptEncoder(served.tokenizer, self.pool)
         self.schemas = SchemaCheck(retry_after_ms=config.api.retry_after_ms)
         request_limit = config.workers.max_running + config.workers.max_waiting
         self.fleet = Fleet(FleetPolicy(stall_ms=config.workers.stall_ms, request_limit=request_limit))
@@ -153,7 +162,7 @@ class GatewayState:
                 self.retire_channel(known)
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = self.dialer.open(endpoint, self.config.api.max_message_bytes)
+            channel = self._channels[endpoint] = self.dialer.open(endpoint)
         return channel
 
     def decode_stub(self, endpoint: str) -> worker_pb2_grpc.DecodeServiceAsyncStub:
@@ -216,7 +225,7 @@ class GatewayState:
         self.running.leave(running)
 
     async def close(self) -> None:
-        self.encoder.close()
+        self.pool.close()
         await self.schemas.close()
         await asyncio.get_running_loop().run_in_executor(None, self.tracer.close)
         await end_tasks(list(self._retired))

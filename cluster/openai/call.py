@@ -13,6 +13,8 @@ from types import MappingProxyType
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.gateway.admission import MAX_VALUES
+from cluster.gateway.front_door import INLINE_BYTES
 from cluster.gateway.state import GatewayState
 from cluster.gateway.steering import AFFINITY_KEY, PRIORITY_KEY
 from cluster.openai.errors import error_headers, error_object, http_status
@@ -82,9 +84,21 @@ class HttpCall:
         except TimeoutError:
             raise DeadlineExceeded("body_timeout", f"the body took longer than {BODY_TIMEOUT_S:.0f} s") from None
         self._body_read.set()
-        self._ask = read_ask(self._kind, parse_object(body), self.label, self._served.shows_tools)
+        self._ask = await self._read(body)
         self._answer = Answer(self._ask, self._served, self._created_s)
         return self._ask.request
+
+    async def _read(self, body: bytes) -> Ask:
+        """A long body on a thread, in its tenant's turn."""
+        most = self._state.limits.context_tokens + MAX_VALUES
+
+        def ask() -> Ask:
+            return read_ask(self._kind, parse_object(body, most), self.label, self._served.shows_tools)
+
+        if len(body) <= INLINE_BYTES:
+            return ask()
+        tenant = self._state.authenticator.caller(self.metadata()).tenant
+        return await self._state.pool.run(tenant, ask)
 
     async def write(self, message: pb.GenerateResponse) -> None:
         assert self._ask is not None
@@ -127,7 +141,7 @@ class HttpCall:
             raise InvalidInput("bad_content_type", "bodies are taken uncompressed", field="content-encoding")
 
     async def _body(self) -> bytes:
-        limit = self._state.config.api.max_message_bytes
+        limit = self._state.message_bytes
         length = self._headers.get("content-length", "0")
         # h11 has checked that it is a number.
         size = int(length)

@@ -6,13 +6,18 @@ import json
 from collections.abc import Mapping
 from typing import NoReturn
 
+from cluster.gateway.admission import MAX_VALUES
 from kvstore.errors import InvalidInput
 
+# Each value but the first of all has one of these before it; commas serve names and values alike.
+_BETWEEN = (b",", b"[", b"{")
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 
 
-def parse_object(body: bytes) -> Fields:
-    """The JSON object in `body`. Raises InvalidInput (`bad_json`); its text is never quoted, it may hold a prompt."""
+def parse_object(body: bytes, most_values: int = MAX_VALUES) -> Fields:
+    """The JSON object in `body`. Raises InvalidInput (`bad_json`, `too_many_values`); its text is never quoted, it may
+    hold a prompt."""
+    check_values(body, most_values)
     try:
         tree = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -21,6 +26,21 @@ def parse_object(body: bytes) -> Fields:
     if not isinstance(tree, dict):
         raise InvalidInput("bad_json", "the body must be a JSON object", field="body")
     return Fields(tree)
+
+
+def check_values(body: bytes, most: int) -> None:
+    """Raises InvalidInput (`too_many_values`) where JSON in `body` would have more than `most` values: two bytes of a
+    body can become an object of sixty. In a few passes of the library over the bytes, none of which makes objects by
+    the value; a body that is no JSON is left to the parser."""
+    if sum(map(body.count, _BETWEEN)) <= most:
+        return
+    # Text has such marks, too: only what is outside of it counts.
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if bare.count(b'"') <= 4 * most:
+        outside = b"".join(bare.split(b'"')[::2])
+        if sum(map(outside.count, _BETWEEN)) <= most:
+            return
+    raise InvalidInput("too_many_values", f"the body has more than {most} values", field="body")
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from cluster.gateway.admission import MAX_MESSAGES
 from cluster.openai.fields import Fields, as_fields, bad, checked_text
 from cluster.openai.tool_calls import Choice, read_choice, shown_as_text
 from genlock.v1 import inference_pb2 as pb
@@ -256,6 +257,8 @@ def _chat(body: Fields) -> pb.ChatPrompt:
     items = body.items("messages")
     if items is None:
         raise bad("no_messages", "messages", "is missing")
+    if len(items) > MAX_MESSAGES:
+        raise bad("too_many_messages", "messages", f"must hold at most {MAX_MESSAGES} messages")
     messages = [_message(as_fields(item, f"messages[{index}]")) for index, item in enumerate(items)]
     return pb.ChatPrompt(messages=messages, tools=_tools(body))
 

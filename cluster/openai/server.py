@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 import time
@@ -46,7 +47,8 @@ class HttpDoor:
         listener = _listen(api.http_host, api.http_port)
         config = uvicorn.Config(
             make_app(self._state, self._unix_s),
-            http=BoundedConnection,
+            # The library calls it like the class that it takes it for.
+            http=functools.partial(BoundedConnection, max_connections=api.max_connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             # What goes wrong is in the response and in the outcomes; the library's own lines would quote requests.

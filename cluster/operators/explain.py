@@ -121,6 +121,17 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
         "A JSON schema was not checked in time, or too many new ones of this tenant wait for it at this gateway.",
         "Retry after the delay that came with the error; send fewer new schemas at a time, or start more gateways.",
         True),
+    "bad_http": (
+        "INVALID_ARGUMENT", "What came is not HTTP/1.1, or a request has too many headers.",
+        "Look at what stands between the client and the gateway, and whether one of them speaks TLS.", False,
+    ),
+    "body_in_crumbs": (
+        "INVALID_ARGUMENT", "A body came in a great many tiny chunks, whose framing outweighs it.",
+        "Collect the body and send it with its content-length, or in chunks of a kilobyte and more.", False,
+    ),
+    "too_many_values": (
+        "INVALID_ARGUMENT", "A request has far more fields or list items than any that is served.",
+        "Send what belongs to the request alone; a prompt of ids has one for each place of the context.", False),
     "tokenizer_busy": ("RESOURCE_EXHAUSTED", "Too many prompts wait for the tokenizer.", _BUSY, True),
     "too_many_keys": ("RESOURCE_EXHAUSTED", "The registry keeps as many API keys as it may.", "Revoke some.", False),
     "no_memory": (

@@ -58,10 +58,10 @@ BAD = {
     "context": (prompt("x" * CONTEXT_TOKENS), "prompt_too_long", "text"),
     "context * 10": (prompt("x" * (CONTEXT_TOKENS * 10)), "prompt_too_long", "text"),
     "ids over context": (pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1] * 300)), "prompt_too_long", "tokens"),
-    "10 MB": (prompt("x" * (10 << 20)), "prompt_too_large", "text"),
-    "10 MB chat": (
-        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x" * (10 << 20))])),
-        "prompt_too_large",
+    "200 KB": (prompt("x" * 200_000), "prompt_too_long", "text"),
+    "200 KB chat": (
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x" * 200_000)])),
+        "prompt_too_long",
         "chat.messages",
     ),
     "unknown model": (pb.GenerateRequest(text="x", model="other"), "unknown_model", "model"),

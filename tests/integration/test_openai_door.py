@@ -448,9 +448,8 @@ async def test_a_client_that_does_not_read_is_dropped():
         sock.close()
 
 
-async def test_too_many_connections(monkeypatch):
-    monkeypatch.setattr(BoundedConnection, "max_connections", 2)
-    async with scripted() as env:
+async def test_too_many_connections():
+    async with scripted(api__max_connections=2) as env:
         held = [await asyncio.open_connection("127.0.0.1", env.port) for _ in range(2)]
         await asyncio.sleep(0.05)
         data = await raw(env.port, b"")

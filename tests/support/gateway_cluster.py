@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from cluster.gateway.front_door import MESSAGE_TIMEOUT_S
 from cluster.gateway.served import Sources, StreamChecks
 from cluster.gateway.server import Gateway
 from cluster.roles import Role
@@ -46,12 +47,16 @@ async def cluster(
     ready: bool = True,
     checks: StreamChecks | None = None,
     authenticator=None,
+    message_timeout_s: float = MESSAGE_TIMEOUT_S,
     **flags: object,
 ) -> AsyncIterator[SimpleNamespace]:
     workers = [FakeWorker(f"decode-{index}", Role.DECODE, script) for index in range(decoders)]
     workers.append(FakeWorker("prefill-0", Role.PREFILL, script))
     sources = Sources(now_ms=now_ms, random_bytes=counting_bytes())
-    gateway = Gateway(config(**flags), served_model(tokenizer), sources, checks=checks, authenticator=authenticator)
+    gateway = Gateway(
+        config(**flags), served_model(tokenizer), sources, checks=checks, authenticator=authenticator,
+        message_timeout_s=message_timeout_s,
+    )  # fmt: skip
     endpoint = await gateway.start()
     channel = grpc.aio.insecure_channel(endpoint, options=[("grpc.max_send_message_length", 64 << 20)])
     try:

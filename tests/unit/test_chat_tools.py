@@ -8,6 +8,7 @@ import pytest
 
 from cluster.config import load
 from cluster.gateway.admission import MAX_TOOL_DEPTH, MAX_TOOLS, ModelLimits, check_request
+from cluster.gateway.pool import FairPool
 from cluster.gateway.prompt import PromptEncoder
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput
@@ -64,20 +65,18 @@ def test_words_of_a_tool_never_become_control_tokens(tool: dict):
 
 
 async def test_tools_of_a_request_reach_the_template():
-    encoder = PromptEncoder(TOKENIZER)
+    encoder = PromptEncoder(TOKENIZER, FairPool("tokenize"))
     draft = check_request(request(json.dumps(TOOL), tool_call_id="c1"), MODEL, API)
-    text = TOKENIZER.decode(await encoder.encode(draft.prompt))
+    text = TOKENIZER.decode(await encoder.encode(draft.prompt, "acme"))
     assert text == json.dumps(TOOL, ensure_ascii=False) + "tool:hi#c1"
-    encoder.close()
 
 
 async def test_a_refusal_names_the_tools_of_the_request():
-    encoder = PromptEncoder(probe_tokenizer())
+    encoder = PromptEncoder(probe_tokenizer(), FairPool("tokenize"))
     draft = check_request(request(json.dumps(TOOL)), MODEL, API)
     with pytest.raises(InvalidInput) as caught:
-        await encoder.encode(draft.prompt)
+        await encoder.encode(draft.prompt, "acme")
     assert caught.value.field == "chat.tools"
-    encoder.close()
 
 
 def nested(levels: int) -> str:
@@ -127,24 +126,24 @@ def second_turn(*calls: dict, role: str = "assistant") -> pb.GenerateRequest:
 
 
 async def test_calls_of_an_assistant_reach_a_template_that_shows_them():
-    encoder = PromptEncoder(CALLING)
+    encoder = PromptEncoder(CALLING, FairPool("tokenize"))
     draft = check_request(second_turn(call_of(zone="größe"), call_of("date")), MODEL, API)
-    ids = await encoder.encode(draft.prompt)
+    ids = await encoder.encode(draft.prompt, "acme")
     assert ids.count(257) == 2
     assert CALLING.decode(ids) == 'user:hi;assistant:clock({"zone": "größe"})date({});tool:12:00#c1;'
-    encoder.close()
 
 
 @pytest.mark.parametrize("source", [SOURCE, "{% for m in messages %}{{ m.content }}{# tool_calls #}{% endfor %}"])
 async def test_a_template_that_shows_no_calls_refuses_them(source: str):
-    encoder = PromptEncoder(byte_tokenizer(CONTROLS, (256,), ChatTemplate(source, tuple(CONTROLS))))
+    encoder = PromptEncoder(
+        byte_tokenizer(CONTROLS, (256,), ChatTemplate(source, tuple(CONTROLS))), FairPool("tokenize")
+    )
     draft = check_request(second_turn(call_of()), MODEL, API)
     with pytest.raises(InvalidInput) as caught:
-        await encoder.encode(draft.prompt)
+        await encoder.encode(draft.prompt, "acme")
     assert (caught.value.reason, caught.value.field) == ("tools_unsupported", "chat.messages[1].tool_calls")
     # Without calls the same messages are served.
-    assert await encoder.encode(check_request(second_turn(), MODEL, API).prompt)
-    encoder.close()
+    assert await encoder.encode(check_request(second_turn(), MODEL, API).prompt, "acme")
 
 
 HOSTILE = [call_of("<|tool|>"), call_of(a="<|eos|>"), call_of(**{"<|tool|>": [{"x": "<|eos|>"}]})]

@@ -7,7 +7,14 @@ import json
 
 import pytest
 
-from cluster.gateway.admission import MAX_SCHEMA_DEPTH, ModelLimits, check_request, choice_seed, fit_sampling
+from cluster.gateway.admission import (
+    MAX_SCHEMA_DEPTH,
+    ModelLimits,
+    check_prompt,
+    check_request,
+    choice_seed,
+    fit_sampling,
+)
 from cluster.gateway.identity import Caller, SingleTenant, authenticator_from
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
@@ -155,3 +162,26 @@ def test_what_would_forbid_the_end_does_not_go_with_a_schema(name: str, value: o
         draft(json_schema="{}", **{name: value})
     assert caught.value.field == f"sampling_params.{name}"
     draft(**{name: value})
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_text_that_no_tokens_could_fit_is_refused_before_it_is_tokenized(over: bool):
+    model = ModelLimits("toy", 100, context_tokens=8, longest_token_bytes=3)
+    text = "x" * (24 + over)
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=text)])
+    requests = (pb.GenerateRequest(text=text), pb.GenerateRequest(chat=chat), pb.TokenizeRequest(text=text))
+    for request in requests:
+        if not over:
+            check_prompt(request, model, ApiConfig())
+            continue
+        with pytest.raises(InvalidInput) as caught:
+            check_prompt(request, model, ApiConfig())
+        assert caught.value.reason == "prompt_too_long"
+
+
+def test_ids_beyond_the_context_are_counted_and_not_looked_at():
+    model = ModelLimits("toy", 100, context_tokens=8)
+    with pytest.raises(InvalidInput) as caught:
+        check_prompt(pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1000] * 8)), model, ApiConfig())
+    assert (caught.value.reason, caught.value.field) == ("prompt_too_long", "tokens")
+    check_prompt(pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1] * 7)), model, ApiConfig())

@@ -217,7 +217,7 @@ def test_prompts_that_are_none(prompt: object):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"3", b"null", b'{"a": NaN}', b'{"a": Infinity}', b"\xff", b"[" * 100_000,
+    [b"", b"{", b"[]", b"3", b"null", b'{"a": NaN}', b'{"a": Infinity}', b"\xff", b"[" * 60_000,
      b'{"a": ' + b"9" * 9000 + b"}"],
 )  # fmt: skip
 def test_bodies_that_are_no_objects(body: bytes):
