@@ -5,6 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 
+from hypothesis import HealthCheck, settings
+
+# How long a case takes is the host's affair: speed is measured in bench/, and a busy host makes nothing red.
+settings.register_profile("any host", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any host")
+
 
 def pytest_collection_finish() -> None:
     """Modules stay until the end: the collector need not walk over them again and again. And pytest hangs its handlers
