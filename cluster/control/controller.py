@@ -49,6 +49,7 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import Conflict, GenlockError, NoCapacity, NotFound, Unavailable
 from wire.ending import end_tasks
 from wire.errors import surprise
+from wire.loops import keep_going
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +145,13 @@ class Controller:
         self._heard.extend(known.values())
         names = ", ".join(sorted(known)) or "none"
         self.record("controller", "fleet", f"start {stored.controller_starts}; workers found: {names}")
-        loops = {"reconcile": self._reconcile_loop(), "ask workers": self._poll_loop(), "events": self._event_loop()}
+        turns = {"reconcile": self._reconcile, "ask workers": self._poll, "events": self._write_events}
         if self.keeper is not None:
-            loops["nodes"] = self.keeper.run()
-        self._loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+            turns["nodes"] = self.keeper.turn
+        self._loops = [
+            asyncio.create_task(keep_going(turn, f"the controller's {name}", self._surprised), name=name)
+            for name, turn in turns.items()
+        ]
 
     async def stop(self) -> None:
         """Ends the controller, not the workers."""
@@ -236,17 +240,19 @@ class Controller:
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    async def _reconcile_loop(self) -> None:
-        while True:
-            try:
-                await self._turn()
-            except Exception as unexpected:
-                self.surprises += 1
-                surprise(unexpected, "a turn of the controller")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._times.reconcile_ms / 1000):
-                    await self._wake.wait()
-            self._wake.clear()
+    async def _reconcile(self) -> None:
+        try:
+            await self._turn()
+        except Exception as unexpected:
+            self._surprised()
+            surprise(unexpected, "a turn of the controller")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._times.reconcile_ms / 1000):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def _surprised(self) -> None:
+        self.surprises += 1
 
     async def _turn(self) -> None:
         with contextlib.suppress(GenlockError):  # the last view counts on
@@ -315,14 +321,13 @@ class Controller:
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    async def _poll_loop(self) -> None:
-        while True:
-            for row in list(self.state.rows.values()):
-                if row.alive and row.endpoint:
-                    life = self._life(row.life)
-                    if life.asking is None or life.asking.done():
-                        life.asking = self._spawn(self._ask(row, life), f"ask {row.worker_id}")
-            await asyncio.sleep(self._times.poll_ms / 1000)
+    async def _poll(self) -> None:
+        for row in list(self.state.rows.values()):
+            if row.alive and row.endpoint:
+                life = self._life(row.life)
+                if life.asking is None or life.asking.done():
+                    life.asking = self._spawn(self._ask(row, life), f"ask {row.worker_id}")
+        await asyncio.sleep(self._times.poll_ms / 1000)
 
     async def _ask(self, row: Row, life: Life) -> None:
         try:
@@ -465,20 +470,22 @@ class Controller:
         self._events.append(replace(event, at_ms=self.clocks.unix_ms()))
         self._events_wake.set()
 
-    async def _event_loop(self) -> None:
-        """In order; a registry that is away gets them later, the newest MAX_EVENTS_HELD of them."""
-        while True:
-            await self._events_wake.wait()
+    async def _write_events(self) -> None:
+        """In order; a registry that is away gets them later, the newest MAX_EVENTS_HELD of them. One that surprises is
+        dropped: else none of the later ones would ever be written."""
+        while not self._events:
             self._events_wake.clear()
-            while self._events:
-                event = self._events[0]
-                try:
-                    await self.registry.append_event(event)
-                except GenlockError:
-                    await asyncio.sleep(1.0)
-                    continue
+            await self._events_wake.wait()
+        while self._events:
+            event, through = self._events[0], True
+            try:
+                await self.registry.append_event(event)
                 self.tally.events += 1
-                if self._events and self._events[0] is event:
+            except GenlockError:
+                through = False
+                await asyncio.sleep(1.0)
+            finally:
+                if through and self._events and self._events[0] is event:
                     self._events.popleft()
 
     # --- tasks --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from genlock.v1 import operator_pb2
 from kvstore.errors import Conflict, GenlockError, InvalidInput, NotFound, Refused
 from wire.ending import end_tasks
 from wire.errors import surprise
+from wire.loops import keep_going
 
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
@@ -58,7 +59,11 @@ class Operations(FleetControl):
     def start(self) -> None:
         """Begins to ask the autoscaler, where there is one."""
         if self._autoscaler is not None:
-            self._task = asyncio.create_task(self._autoscale_loop(self._autoscaler), name="autoscale")
+            autoscaler = self._autoscaler
+            self._task = asyncio.create_task(
+                keep_going(lambda: self._autoscale_turn(autoscaler), "the autoscaler", self._surprised),
+                name="autoscale",
+            )
 
     async def stop(self) -> None:
         task, self._task = self._task, None
@@ -394,19 +399,21 @@ class Operations(FleetControl):
 
     # --- autoscaling --------------------------------------------------------------------------------------------------
 
-    async def _autoscale_loop(self, autoscaler: Autoscaler) -> None:
-        while True:
-            await asyncio.sleep(self._autoscale_ms / 1000)
+    async def _autoscale_turn(self, autoscaler: Autoscaler) -> None:
+        await asyncio.sleep(self._autoscale_ms / 1000)
+        try:
             try:
-                try:
-                    await self._autoscale(autoscaler)
-                finally:
-                    await self._decisions.keep()
-            except GenlockError as error:
-                self._controller.record("autoscale", "fleet", f"not carried out: {error.message}")
-            except Exception as unexpected:
-                self.surprises += 1
-                surprise(unexpected, "a decision of the autoscaler")
+                await self._autoscale(autoscaler)
+            finally:
+                await self._decisions.keep()
+        except GenlockError as error:
+            self._controller.record("autoscale", "fleet", f"not carried out: {error.message}")
+        except Exception as unexpected:
+            self._surprised()
+            surprise(unexpected, "a decision of the autoscaler")
+
+    def _surprised(self) -> None:
+        self.surprises += 1
 
     async def _autoscale(self, autoscaler: Autoscaler) -> None:
         desired = self._controller.state.desired

@@ -52,15 +52,15 @@ class RoomKeeper:
         self.awake = True
         self._wake.set()
 
-    async def run(self) -> None:
-        await self._wake.wait()
-        while True:
-            self._wake.clear()
-            await self._fit()
-            await asyncio.sleep(PAUSE_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._every_s):
-                    await self._wake.wait()
+    async def turn(self) -> None:
+        if not self.awake:
+            await self._wake.wait()
+        self._wake.clear()
+        await self._fit()
+        await asyncio.sleep(PAUSE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._every_s):
+                await self._wake.wait()
 
     async def _fit(self) -> None:
         if self._look() is None:

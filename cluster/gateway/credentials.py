@@ -5,7 +5,6 @@ so."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
@@ -18,6 +17,8 @@ from cluster.gateway.queueing import PRIORITIES
 from cluster.registry.base import Registry
 from kvstore.errors import GenlockError, InvalidInput, Unauthenticated
 from wire.ending import end_tasks
+from wire.errors import surprise
+from wire.loops import keep_going
 from wire.watched import WatchedFiles
 
 log = logging.getLogger("genlock.credentials")
@@ -64,10 +65,13 @@ class RegistryKeys:
         self._task: asyncio.Task[None] | None = None
         self.callers: Mapping[bytes, Caller] = {}
         self.skipped = 0
+        self.surprises = 0
+        # Why the last look changed nothing; empty: it counted.
+        self.error = ""
 
     async def start(self) -> None:
         await self.look()
-        self._task = asyncio.create_task(self._loop(), name="keys")
+        self._task = asyncio.create_task(keep_going(self._again, "keys of the registry", self._surprised), name="keys")
 
     async def stop(self) -> None:
         task, self._task = self._task, None
@@ -75,8 +79,10 @@ class RegistryKeys:
             await end_tasks([task])
 
     async def look(self) -> None:
-        """One look; a registry that does not answer changes nothing."""
-        with contextlib.suppress(GenlockError):
+        """One look; a registry that does not answer, or answers what nobody expects, changes nothing. Told once, not at
+        every look."""
+        error = ""
+        try:
             kept = await self._registry.keys()
             callers: dict[bytes, Caller] = {}
             skipped = 0
@@ -86,11 +92,23 @@ class RegistryKeys:
                 except ValueError:
                     skipped += 1
             self.callers, self.skipped = callers, skipped
+        except GenlockError as failure:
+            error = failure.message
+        except Exception as unexpected:
+            self._surprised()
+            error = f"internal error ({type(unexpected).__name__})"
+            if error != self.error:
+                surprise(unexpected, "keys of the registry")
+        if error and error != self.error:
+            log.warning("keys of the registry were not read, those that are known hold: %s", error)
+        self.error = error
 
-    async def _loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_ms / 1000)
-            await self.look()
+    async def _again(self) -> None:
+        await asyncio.sleep(self._poll_ms / 1000)
+        await self.look()
+
+    def _surprised(self) -> None:
+        self.surprises += 1
 
 
 def key_record(
@@ -131,6 +149,10 @@ class Credentials:
         self._file = file
         self._keys = keys
         self._jwt = jwt
+
+    @property
+    def surprises(self) -> int:
+        return sum(source.surprises for source in (self._keys, self._jwt) if source is not None)
 
     async def start(self) -> None:
         """Looks once at what is elsewhere, then again and again."""

@@ -7,6 +7,7 @@ a key that is not known, never more often than every half minute. Only asymmetri
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib
 import json
 import logging
@@ -20,6 +21,8 @@ from cluster.gateway.identity import Caller
 from kvstore.errors import InvalidInput, Unauthenticated
 from kvstore.files import FileReader
 from wire.ending import end_tasks
+from wire.errors import surprise
+from wire.loops import keep_going
 
 log = logging.getLogger("genlock.credentials")
 
@@ -61,6 +64,9 @@ class JwtTokens:
         self._fetch = fetch or _fetch
         self._keys: Mapping[str, Any] = {}
         self._asked_s = -SOONEST_S
+        # Why the keys were not read the last time; empty: they were.
+        self.error = ""
+        self.surprises = 0
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         if not self._remote:
@@ -68,7 +74,9 @@ class JwtTokens:
 
     async def start(self) -> None:
         await self.refresh()
-        self._task = asyncio.create_task(self._loop(), name="jwks")
+        self._task = asyncio.create_task(
+            keep_going(self._again, "the identity provider's keys", self._surprised), name="jwks"
+        )
 
     async def stop(self) -> None:
         task, self._task = self._task, None
@@ -76,7 +84,7 @@ class JwtTokens:
             await end_tasks([task])
 
     async def refresh(self) -> None:
-        """Reads the keys again; a failure leaves those that are known."""
+        """Reads the keys again; a failure of any kind leaves those that are known. Told once, not at every try."""
         self._asked_s = self._now_s()
         self._wanted.clear()
         try:
@@ -85,8 +93,27 @@ class JwtTokens:
             else:
                 data = self._file()
             self._keys = self._read(data)
-        except (OSError, InvalidInput) as error:
-            log.warning("keys of the identity provider were not read: %s", error)
+        # HTTPException: what answers is no HTTP server, or a proxy before it is not well.
+        except (OSError, http.client.HTTPException, InvalidInput) as error:
+            self._failed(f"{type(error).__name__}: {error}"[:256])
+        except Exception as unexpected:
+            self._surprised()
+            said = f"internal error ({type(unexpected).__name__})"
+            if said != self.error:
+                surprise(unexpected, "the identity provider's keys")
+            self._failed(said)
+        else:
+            if self.error:
+                log.info("keys of the identity provider were read again")
+            self.error = ""
+
+    def _failed(self, error: str) -> None:
+        if error != self.error:
+            log.warning("keys of the identity provider were not read, those that are known hold: %s", error)
+        self.error = error
+
+    def _surprised(self) -> None:
+        self.surprises += 1
 
     def caller(self, token: str) -> Caller:
         """Raises Unauthenticated (`bad_credential`)."""
@@ -122,15 +149,14 @@ class JwtTokens:
     def _remote(self) -> bool:
         return self._rules.jwks.startswith(("https://", "http://"))
 
-    async def _loop(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(REFRESH_S):
-                    await self._wanted.wait()
-            except TimeoutError:
-                pass
-            await asyncio.sleep(max(0.0, self._asked_s + SOONEST_S - self._now_s()))
-            await self.refresh()
+    async def _again(self) -> None:
+        try:
+            async with asyncio.timeout(REFRESH_S):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        await asyncio.sleep(max(0.0, self._asked_s + SOONEST_S - self._now_s()))
+        await self.refresh()
 
     def _file(self) -> bytes:
         return JWKS_FILE.data(self._rules.jwks)
@@ -139,7 +165,7 @@ class JwtTokens:
         """Key id -> key. Raises InvalidInput (`bad_jwks`)."""
         try:
             kept = self._jwt.PyJWKSet.from_dict(json.loads(data))
-        except (ValueError, AttributeError, self._jwt.PyJWTError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError, self._jwt.PyJWTError) as error:
             raise InvalidInput("bad_jwks", f"{self._rules.jwks} holds no keys: {error}", field="auth.jwks") from error
         return {str(key.key_id): key for key in kept.keys if key.key_id and key.algorithm_name in ALGORITHMS}
 

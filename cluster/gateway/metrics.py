@@ -63,6 +63,7 @@ class GatewayReading:
     running: int
     max_running: int
     draining: bool
+    surprises: int
     fleet: Fleet
     # Of the running ones, those that have no worker yet because all are full.
     waiting: int = 0
@@ -196,6 +197,9 @@ class _GatewayCollector(Collector):
         )  # fmt: skip
         yield GaugeMetricFamily(
             "genlock_gateway_draining", "1 while this gateway takes no new requests.", float(reading.draining)
+        )
+        yield CounterMetricFamily(
+            "genlock_gateway_surprises", "Untyped errors that loops of this gateway survived.", value=reading.surprises
         )
         workers = GaugeMetricFamily(
             "genlock_workers", "Workers that this gateway knows, by state.", labels=("role", "state")

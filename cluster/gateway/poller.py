@@ -16,6 +16,8 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError
 from wire.calls import answer
 from wire.ending import end_tasks
+from wire.errors import surprise
+from wire.loops import keep_going
 
 MAX_CHECKS = 64  # exchanges at a time
 CHECK_MARGIN_MS = 10_000  # beyond the exchange's own time: the question for the pool, a place in the queue
@@ -47,7 +49,9 @@ class Poller:
         return bool(self._checks)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._loop(), name="worker poller")
+        self._task = asyncio.create_task(
+            keep_going(self._again, "the worker poller", self._state.surprised), name="worker poller"
+        )
 
     async def stop(self) -> None:
         tasks = [*([self._task] if self._task is not None else []), *self._checks.values()]
@@ -60,10 +64,9 @@ class Poller:
         await asyncio.gather(*(self._ask(record.worker_id, record.endpoint) for record in workers))
         self._check_pairs()
 
-    async def _loop(self) -> None:
-        while True:
-            await self.look()
-            await self._state.pause(self._state.config.workers.status_poll_ms)
+    async def _again(self) -> None:
+        await self.look()
+        await self._state.pause(self._state.config.workers.status_poll_ms)
 
     async def _ask(self, worker_id: str, endpoint: str) -> None:
         state = self._state
@@ -71,10 +74,16 @@ class Poller:
         try:
             call = state.worker_stub(endpoint).Status(worker_pb2.WorkerStatusRequest(), timeout=timeout_s)
             status = await answer(call)
-        except GenlockError as error:
-            state.set_fleet(state.fleet.failed(worker_id, endpoint, error))
+        except Exception as exc:
+            # One worker's surprise keeps no other's answer away.
+            state.set_fleet(state.fleet.failed(worker_id, endpoint, self._typed(exc, f"a question to {worker_id}")))
         else:
             state.set_fleet(state.fleet.answered(worker_id, endpoint, status))
+
+    def _typed(self, exc: Exception, where: str) -> GenlockError:
+        if not isinstance(exc, GenlockError):
+            self._state.surprised()
+        return surprise(exc, where)
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +112,8 @@ class Poller:
         try:
             call = state.decode_stub(decode.endpoint).CheckPeer(request, timeout=timeout_s)
             proof = (await answer(call)).proof
-        except GenlockError as error:
+        except Exception as exc:
+            error = self._typed(exc, f"a check of {decode.worker_id} and {prefill.worker_id}")
             proof = worker_pb2.PeerProof(
                 worker_id=prefill.worker_id, incarnation=pair[2], reason=error.reason, detail=error.message[:256]
             )

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import grpc.aio
 
 from cluster.gateway.admission import ModelLimits, message_bytes
+from cluster.gateway.credentials import Credentials
 from cluster.gateway.fleet import Fleet, FleetPolicy, Ledger
 from cluster.gateway.identity import Authenticator, Caller, SingleTenant
 from cluster.gateway.metrics import GatewayMetrics, GatewayReading
@@ -82,6 +83,8 @@ class GatewayState:
         # Where the fleet's RPCs are answered.
         self.backend: Backend = NoFleet()
         self.draining = False
+        # Untyped errors that loops of this gateway survived.
+        self.surprises = 0
         # Requests that were admitted; those that were refused before would wake nobody.
         self.arrived = 0
         # Nobody is wanted, or nobody was and those who are have not come yet: a request waits rather than fails.
@@ -128,6 +131,7 @@ class GatewayState:
         self.outcomes[cause] += 1
 
     def _reading(self) -> GatewayReading:
+        known = self.authenticator
         return GatewayReading(
             version=self.version,
             model=self.served.info.name,
@@ -135,8 +139,12 @@ class GatewayState:
             waiting=len(self.waiting),
             max_running=self.config.api.max_requests,
             draining=self.draining,
+            surprises=self.surprises + (known.surprises if isinstance(known, Credentials) else 0),
             fleet=self.fleet,
         )
+
+    def surprised(self) -> None:
+        self.surprises += 1
 
     def look_again(self) -> None:
         """Something was unavailable: all workers are asked at once."""

@@ -19,6 +19,7 @@ from cluster.registry.base import Registry
 from cluster.registry.records import Desired, WorkerRecord
 from kvstore.errors import GenlockError
 from wire.ending import end_tasks
+from wire.loops import keep_going
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class RegistryWatch:
         state.find_gateways = registry.gateways
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._loop(), name="registry watch")
+        self._task = asyncio.create_task(
+            keep_going(self._again, "the registry watch", self._state.surprised), name="registry watch"
+        )
 
     async def stop(self) -> None:
         """Closes the registry too."""
@@ -173,7 +176,6 @@ class RegistryWatch:
         if done.news:
             state.look_again()
 
-    async def _loop(self) -> None:
-        while True:
-            await self.look()
-            await asyncio.sleep(self._state.config.registry.poll_ms / 1000)
+    async def _again(self) -> None:
+        await self.look()
+        await asyncio.sleep(self._state.config.registry.poll_ms / 1000)

@@ -28,6 +28,7 @@ from cluster.launch.spec import WorkerBuilder, WorkerSpec
 from cluster.roles import Role
 from cluster.settings import ControlConfig
 from kvstore.errors import GenlockError, NoCapacity, Unavailable
+from wire.errors import surprise
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -280,6 +281,9 @@ class RayLauncher:
         except self._ray.exceptions.RayError as exc:
             await self._remove(worker_id, unless=started)
             on_lost(worker_id, f"its process ended: {first_line(exc)}")
+        except Exception as unexpected:
+            # Whether the worker lives is asked of itself again and again.
+            surprise(unexpected, f"the watch over {worker_id}")
 
     async def _remove(self, worker_id: str, unless: _Started | None = None) -> None:
         """Ends actor and group. `unless`: only this one, not a later life of the name; its watch is the caller."""

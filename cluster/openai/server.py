@@ -8,7 +8,7 @@ import functools
 import socket
 import ssl
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 
 import uvicorn
 
@@ -17,6 +17,7 @@ from cluster.openai.app import make_app
 from cluster.openai.connection import BoundedConnection
 from cluster.tls import front_tls
 from kvstore.errors import Unavailable
+from wire.loops import keep_going
 from wire.tls import TlsSource
 
 OFF = -1
@@ -65,7 +66,10 @@ class HttpDoor:
             # After `load`, which would make a context of its own from file names.
             config.load()
             config.ssl = tls.ssl_context()
-            self._renewing = asyncio.create_task(_renew(tls, config.ssl), name="http certificates")
+            self._renewing = asyncio.create_task(
+                keep_going(_renewal(tls, config.ssl), "certificates of the HTTP door", self._state.surprised),
+                name="http certificates",
+            )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http door")
         while not self._server.started and not self._serving.done():
@@ -88,12 +92,16 @@ class HttpDoor:
             await serving
 
 
-async def _renew(tls: TlsSource, context: ssl.SSLContext) -> None:
+def _renewal(tls: TlsSource, context: ssl.SSLContext) -> Callable[[], Awaitable[None]]:
     """New connections are greeted with the files as they are."""
     generation = tls.current().generation
-    while True:
+
+    async def renew() -> None:
+        nonlocal generation
         await asyncio.sleep(RENEW_S)
         generation = tls.refresh(context, generation)
+
+    return renew
 
 
 class _Server(uvicorn.Server):

@@ -12,6 +12,7 @@ from cluster.registry.base import Registry
 from cluster.registry.records import WorkerRecord
 from kvstore.errors import GenlockError
 from wire.ending import end_tasks
+from wire.loops import keep_going
 
 BEATS_PER_TTL = 3
 STOP_S = 2.0
@@ -60,9 +61,10 @@ class Heartbeat:
         self._task: asyncio.Task[None] | None = None
         self._last: WorkerRecord | None = None
         self.state = HeartbeatState()
+        self.surprises = 0
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._loop(), name="heartbeat")
+        self._task = asyncio.create_task(keep_going(self._again, "the heartbeat", self._surprised), name="heartbeat")
 
     async def stop(self) -> None:
         """Takes the record back where the registry answers; else it runs out by itself. Closes the registry."""
@@ -90,7 +92,9 @@ class Heartbeat:
             self._last = record
             self.state = taken(self.state, self._now_ms())
 
-    async def _loop(self) -> None:
-        while True:
-            await self.beat()
-            await asyncio.sleep(self._ttl_ms / BEATS_PER_TTL / 1000)
+    async def _again(self) -> None:
+        await self.beat()
+        await asyncio.sleep(self._ttl_ms / BEATS_PER_TTL / 1000)
+
+    def _surprised(self) -> None:
+        self.surprises += 1

@@ -12,6 +12,7 @@ from cluster.control.state import State
 from cluster.registry.memory import MemoryRegistry
 from cluster.roles import Role
 from kvstore.errors import Unavailable
+from wire.loops import keep_going
 
 
 class Rooms:
@@ -42,7 +43,7 @@ class Rooms:
 async def running(room: Rooms, look=State, every_ms: int = 3_600_000) -> AsyncIterator[tuple[RoomKeeper, list[str]]]:
     told: list[str] = []
     keeper = RoomKeeper(room, MemoryRegistry(lambda: 0.0), look, told.append, every_ms)
-    task = asyncio.create_task(keeper.run())
+    task = asyncio.create_task(keep_going(keeper.turn, "nodes", lambda: None))
     try:
         yield keeper, told
     finally:
@@ -112,7 +113,7 @@ async def test_a_registry_that_is_away_stops_changes_of_nodes():
 
     room, told = Rooms(), []
     keeper = RoomKeeper(room, Away(lambda: 0.0), State, told.append, 1)
-    task = asyncio.create_task(keeper.run())
+    task = asyncio.create_task(keep_going(keeper.turn, "nodes", lambda: None))
     keeper.wake()
     await until(lambda: "registry_unreachable" in keeper.error)
     assert room.looks == []
