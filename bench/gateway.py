@@ -181,12 +181,11 @@ async def _serve_gateway(endpoints: dict[str, str], model: str) -> None:
 async def _serve_pass(endpoints: dict[str, str]) -> None:
     async with grpc.aio.insecure_channel(endpoints[Role.DECODE.value], options=channel_options()) as channel:
         stub = worker_pb2_grpc.DecodeServiceStub(channel)
-        session = DecodeSession(lambda: stub.Session(None))
-        numbers = itertools.count(1)
+        session = DecodeSession(lambda: stub.Session(None), itertools.count(1))
 
         async def forward(data: bytes, context: Any) -> None:
             made = inference_pb2.GenerateResponse(text=" token", token_ids=[1], server_id="0" * 16).SerializeToString()
-            call, finished = session.submit(next(numbers), worker_pb2.DecodeRequest.FromString(data)), None
+            call, finished = session.submit(worker_pb2.DecodeRequest.FromString(data)), None
             while finished is None:
                 tokens, finished = await call.next()
                 if tokens:

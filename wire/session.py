@@ -4,17 +4,21 @@
 
 A step's tokens wake the event loop once and leave as one message, whoever they are for. While a message is on its way
 the next one gathers. Each request ends once: the first end that is told counts, whoever tells it.
+
+A number is one request's for good. What is told is bound to the request itself, so what comes late of one reaches no
+other; and a number of a request that has ended is refused (`call_no_taken`): its caller may not have heard of that end,
+and would take what is still on its way for the new request's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from genlock.v1 import worker_pb2
@@ -31,6 +35,9 @@ MAX_OPEN = 65_536
 MAX_MESSAGE_TOKENS = 8_192
 # What other events weigh beside a token: an error's message may be long.
 EVENT_TOKENS = 64
+# Numbers of ended requests that are remembered after their end has left; more than fit on a connection's way. Callers
+# draw numbers at random, so that one which was forgotten does not come again.
+MAX_ENDED = 16_384
 
 # What may be followed by more of the same request.
 Going = SampledToken | worker_pb2.DecodeStarted | worker_pb2.PrefillWanted
@@ -50,11 +57,12 @@ class Handle:
 Start = Callable[[worker_pb2.DecodeRequest, Tell], Awaitable[Handle]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Open:
     """A request that has not ended. `handle` None: it is still being started."""
 
-    task: asyncio.Task[None]
+    call_no: int
+    task: asyncio.Task[None] | None = None
     handle: Handle | None = None
 
 
@@ -62,15 +70,25 @@ class Session:
     """One call of one gateway. `context` is grpc.aio's servicer context."""
 
     def __init__(
-        self, start: Start, context: Any, max_open: int = MAX_OPEN, refused: RefusedTally | None = None
+        self,
+        start: Start,
+        context: Any,
+        max_open: int = MAX_OPEN,
+        refused: RefusedTally | None = None,
+        max_ended: int = MAX_ENDED,
     ) -> None:
-        """`refused` counts commands for calls that are not there, or are there already."""
+        """`refused` counts commands for calls that are not there, or are there already. `max_ended`: numbers that are
+        remembered of requests whose end has left."""
         self._start = start
         self._replies = Replies(context)
         self._max_open = max_open
+        self._max_ended = max_ended
         self._refused = refused or RefusedTally()
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
+        # In the order of their last ends, as these stand in the outbox.
+        self._ended: dict[int, None] = {}
+        # Held while a request ends, and while anything is told of one.
         self._ending = threading.Lock()
         self._outbox: deque[tuple[int, Told]] = deque()
         self._ready = asyncio.Event()
@@ -113,6 +131,7 @@ class Session:
         while True:
             if self._outbox:
                 await self._replies.write(pack(self._outbox))
+                self._forget()
                 continue
             with self._ending:
                 done = self._last and not self._open and not self._outbox
@@ -126,22 +145,28 @@ class Session:
                 await self._ready.wait()
 
     def _submit(self, call_no: int, request: worker_pb2.DecodeRequest) -> None:
-        if call_no in self._open:
+        with self._ending:
+            one, ended = self._open.get(call_no), call_no in self._ended
+        if one is not None or ended:
             self._refused.add("call_no_taken")
-            # Whose tokens are whose could not be told apart.
-            self._cut(call_no, InvalidInput("call_no_taken", "call_no is of a request that runs", field="call_no"))
+            # Whose tokens are whose could not be told apart: of two that are open, neither goes on.
+            taken = InvalidInput("call_no_taken", "call_no is an earlier request's of this session", field="call_no")
+            if one is None or not self._end(one, taken):
+                self._refuse(call_no, taken)
             return
         if len(self._open) >= self._max_open:
             full = f"{self._max_open} requests of this gateway are open at this worker"
-            self._put(call_no, NoCapacity("session_full", full))
+            self._refuse(call_no, NoCapacity("session_full", full))
             return
-        task = asyncio.create_task(self._begin(call_no, request))
-        self._open[call_no] = _Open(task)
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        one = self._open[call_no] = _Open(call_no)
+        one.task = asyncio.create_task(self._begin(one, request))
+        self._starting.add(one.task)
+        one.task.add_done_callback(self._starting.discard)
 
-    async def _begin(self, call_no: int, request: worker_pb2.DecodeRequest) -> None:
-        tell = partial(self._tell, call_no)
+    async def _begin(self, one: _Open, request: worker_pb2.DecodeRequest) -> None:
+        def tell(told: Told) -> None:
+            self._tell(one, told)
+
         try:
             handle = await self._start(request, tell)
         except GenlockError as error:
@@ -151,8 +176,7 @@ class Session:
         except Exception as unexpected:
             tell(surprise(unexpected, "a request of a session"))
         else:
-            one = self._open.get(call_no)
-            if one is not None and one.task is asyncio.current_task():
+            if self._open.get(one.call_no) is one:
                 one.handle = handle
             else:
                 handle.cancel()  # it was cut while it was being started; no effect on one that has ended by itself
@@ -163,18 +187,43 @@ class Session:
         if one is None:
             self._refused.add("unknown_call")
             return
-        self._tell(call_no, error)
-        _stop(one)
+        self._end(one, error)
 
-    def _tell(self, call_no: int, told: Told) -> None:
-        """From any thread. After a request's end nothing more is told of it."""
-        if isinstance(told, Going):
-            if call_no in self._open:
-                self._put(call_no, told)
-            return
+    def _end(self, one: _Open, error: GenlockError) -> bool:
+        """Ends a request from this side. False: it has ended by itself meanwhile."""
+        ended = self._tell(one, error)
+        _stop(one)
+        return ended
+
+    def _tell(self, one: _Open, told: Told) -> bool:
+        """From any thread. After a request's end nothing more is told of it, whoever has its number by then. Returns
+        whether it was told."""
         with self._ending:
-            if self._open.pop(call_no, None) is not None:
-                self._put(call_no, told)
+            if self._open.get(one.call_no) is not one:
+                return False
+            if not isinstance(told, Going):
+                del self._open[one.call_no]
+                self._note_end(one.call_no)
+            self._put(one.call_no, told)
+            return True
+
+    def _refuse(self, call_no: int, error: GenlockError) -> None:
+        """The end of a request that has never begun."""
+        with self._ending:
+            self._note_end(call_no)
+            self._put(call_no, error)
+
+    def _note_end(self, call_no: int) -> None:
+        """Its end is the next thing in the outbox."""
+        self._ended.pop(call_no, None)
+        self._ended[call_no] = None
+
+    def _forget(self) -> None:
+        """A message has left. Never the number of an end that still waits: of what waits, all may be ends."""
+        with self._ending:
+            spare = len(self._ended) - self._max_ended - len(self._outbox)
+            for call_no in list(itertools.islice(self._ended, max(0, spare))):
+                del self._ended[call_no]
 
     def _put(self, call_no: int, told: Told) -> None:
         self._outbox.append((call_no, told))
@@ -187,7 +236,7 @@ class Session:
 def _stop(one: _Open) -> None:
     if one.handle is not None:
         one.handle.cancel()
-    else:
+    elif one.task is not None:
         one.task.cancel()
 
 

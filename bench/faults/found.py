@@ -74,4 +74,12 @@ FOUND: tuple[Found, ...] = (
           "It raised an untyped error in the reader.",
           "Every address that cannot be is refused as `bad_address`.",
           ("tests/contract/test_transfer_contract.py::test_connect_refuses_a_bad_address",), no_control=_NOT_IN_SUITE),
+    Found("A number of a session that is used again", "review, then the fuzzer, commands of a session",
+          "What a worker told late of a request that had been cancelled went to the next one that its caller gave the same "
+          "number, with the first one's end.",
+          "What is told is bound to the request, a number that was used is refused, and a gateway never uses one again.",
+          ("tests/unit/test_session.py::test_what_comes_late_of_a_request_reaches_nobody_that_has_its_number",
+           "tests/unit/test_session.py::test_a_number_of_a_request_that_has_ended_is_refused",
+           "tests/unit/test_gateway_sessions.py::test_numbers_of_a_session_never_come_again_and_lie_apart"),
+          ("tests/fuzz/test_fuzz.py::test_the_fuzzer_of_sessions_finds_what_comes_under_a_number_that_is_anothers",)),
 )  # fmt: skip

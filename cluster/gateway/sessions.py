@@ -2,16 +2,18 @@
 
     open ─► submit command ─► events of all requests ─► each request's own buffer ─► next()
 
-A request is named by a random number that this process drew for it: an event whose number belongs to nobody reaches
-nobody. What a client does not read yet waits in its request's buffer, which its max_tokens bounds, and leaves as one.
+A request is named by a number that no other request of the session ever has, scattered at random over 64 bits so that
+one that was confused belongs to nobody: an event whose number belongs to nobody reaches nobody. What a client does not
+read yet waits in its request's buffer, which its max_tokens bounds, and leaves as one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from genlock.v1 import worker_pb2
@@ -20,10 +22,18 @@ from wire.calls import responses
 from wire.ending import end_tasks
 from wire.errors import from_status, surprise, to_status
 
-CALL_NO_BYTES = 8
+NUMBER_BITS = 64
+NUMBERS_SEED_BYTES = 16
 
 # Names a prefill worker for an attempt of a preempted request. Raises GenlockError where there is none.
 Assign = Callable[[int], worker_pb2.PrefillAssigned]
+
+
+def call_numbers(seed: bytes) -> Iterator[int]:
+    """The numbers of one session's requests. `seed`: NUMBERS_SEED_BYTES random bytes. An odd stride meets each of the
+    2^64 numbers once before it meets one again."""
+    first, stride = int.from_bytes(seed[:8], "little"), int.from_bytes(seed[8:], "little") | 1
+    return ((first + stride * at) % (1 << NUMBER_BITS) for at in itertools.count())
 
 
 class Token(NamedTuple):
@@ -108,9 +118,11 @@ class DecodeCall:
 class DecodeSession:
     """All requests of this gateway at one decode worker. `over`: it takes no more; open another."""
 
-    def __init__(self, open_stream: Callable[[], Stream]) -> None:
-        """`open_stream`: a stub's Session. Starts at once; an unreachable worker shows in the requests."""
+    def __init__(self, open_stream: Callable[[], Stream], numbers: Iterator[int]) -> None:
+        """`open_stream`: a stub's Session. Starts at once; an unreachable worker shows in the requests. `numbers`: as
+        of `call_numbers`, no two alike."""
         self._open_stream = open_stream
+        self._numbers = numbers
         self._calls: dict[int, DecodeCall] = {}
         # All bounded by the requests that run in this gateway. A request that was not sent yet is cancelled by not
         # sending it.
@@ -124,11 +136,9 @@ class DecodeSession:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def submit(self, call_no: int, request: worker_pb2.DecodeRequest, assign: Assign | None = None) -> DecodeCall:
-        """`call_no` is random; of one that is taken the next free one is used. `assign` None: once preempted, the
-        request ends as Unavailable."""
-        while call_no in self._calls:
-            call_no = (call_no + 1) % (1 << 8 * CALL_NO_BYTES)
+    def submit(self, request: worker_pb2.DecodeRequest, assign: Assign | None = None) -> DecodeCall:
+        """`assign` None: once preempted, the request ends as Unavailable."""
+        call_no = next(self._numbers)
         call = self._calls[call_no] = DecodeCall(call_no, self._cancel, assign)
         self._unsent[call_no] = request
         self._to_send.set()

@@ -19,7 +19,7 @@ from cluster.gateway.roll import Roll
 from cluster.gateway.running import EndedRequests, RequestFacts, Running
 from cluster.gateway.schemas import SchemaCheck
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
-from cluster.gateway.sessions import CALL_NO_BYTES, Assign, DecodeCall, DecodeSession
+from cluster.gateway.sessions import NUMBERS_SEED_BYTES, Assign, DecodeCall, DecodeSession, call_numbers
 from cluster.gateway.waiting import WaitingRoom
 from cluster.operators.service import Backend, NoFleet
 from cluster.registry.records import GatewayRecord
@@ -185,9 +185,10 @@ class GatewayState:
         session = self._sessions.get(endpoint)
         if session is None or session.over:
             stub = self.decode_stub(endpoint)
-            session = DecodeSession(lambda: stub.Session(None))
+            numbers = call_numbers(self.sources.random_bytes(NUMBERS_SEED_BYTES))
+            session = DecodeSession(lambda: stub.Session(None), numbers)
             self._sessions[endpoint] = session
-        return session.submit(int.from_bytes(self.sources.random_bytes(CALL_NO_BYTES), "little"), request, assign)
+        return session.submit(request, assign)
 
     async def close_channel(self, endpoint: str) -> None:
         session = self._sessions.pop(endpoint, None)

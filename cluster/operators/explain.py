@@ -339,7 +339,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
                    "Ask again: the gateway finds the present one.", True),
     "registry_busy": ("UNAVAILABLE", "The registry changed under every try.", "Try again.", True),
     # Ours.
-    "call_no_taken": ("INVALID_ARGUMENT", "A gateway gave two requests at a worker one number.", _BUG, True),
+    "call_no_taken": ("INVALID_ARGUMENT", "A gateway used the number of an earlier request at a worker.", _BUG, True),
     "peer_internal": ("INTERNAL", "A worker ended the request without telling why.", _BUG, False),
     "internal": ("INTERNAL", "An unexpected error, contained to this request.", _BUG, False),
     "schema_check_failed": (

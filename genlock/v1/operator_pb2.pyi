@@ -686,6 +686,7 @@ class DescribeRequestResponse(_message.Message):
     outcome: _builtins.str
     """ok, an error's reason, or empty while it runs."""
     message: _builtins.str
+    """The field that an error names, and what its reason means. Never the error's own text, which may quote the caller."""
     @_builtins.property
     def request(self) -> Global___RunningRequest: ...
     @_builtins.property

@@ -266,7 +266,10 @@ class DecodeCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ASSIGN_FIELD_NUMBER: _builtins.int
     call_no: _builtins.int
-    """Drawn at random by the gateway for each request, so that a number that was confused belongs to nobody."""
+    """Scattered at random by the gateway, so that a number that was confused belongs to nobody. Never that of an earlier
+    request of the session, also of one that has ended: such a request ends as `call_no_taken`, and so does the earlier
+    one where it still runs.
+    """
     @_builtins.property
     def submit(self) -> Global___DecodeRequest: ...
     @_builtins.property

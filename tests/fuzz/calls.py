@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +38,6 @@ LEASE_MS = 600
 ANSWER_TOKENS = 6
 PROMPTS = 12
 KEPT_IDS = 64
-ENDS = ("finished", "failed")
 Stream = AsyncIterator[Any]
 
 
@@ -318,70 +318,9 @@ async def statuses(live: Live, rng: random.Random) -> str:
     return "ok"
 
 
-async def session_commands(live: Live, rng: random.Random) -> str:
-    """A session of its own: requests, some with a number that is taken, cancels of anybody, commands of no kind. What
-    was submitted ends, at most as often as it was submitted, and the session ends when the commands do."""
-    call = live.decode.Session(None, timeout=CALL_TIMEOUT_S)
-    numbers = [rng.getrandbits(64) for _ in range(3)]
-    submitted: Counter[int] = Counter()
-    ends: Counter[int] = Counter()
-
-    def command() -> worker_pb2.DecodeCommand:
-        kind = rng.randrange(7)
-        number = rng.choice((*numbers, rng.getrandbits(64), 0))
-        if kind == 0:
-            return worker_pb2.DecodeCommand(call_no=number, cancel=worker_pb2.DecodeCancel())
-        if kind == 1:
-            return worker_pb2.DecodeCommand(call_no=number)
-        if kind == 6:  # an answer that nobody waits for, or nonsense
-            assigned = worker_pb2.PrefillAssigned(attempt=rng.choice((-1, 0, 1, 1 << 30)))
-            if rng.random() < 0.5:
-                assigned.prefill_endpoint, assigned.prefill_worker = live.lab.prefill.endpoint, "prefill-0"
-            elif rng.random() < 0.5:
-                assigned.refused.code = rng.randrange(-1, 20)
-            return worker_pb2.DecodeCommand(call_no=number, assign=assigned)
-        ticket = ticket_to_proto(live.ticket(rng))
-        good = worker_pb2.DecodeRequest(
-            ticket=ticket, prefill_endpoint=live.lab.prefill.endpoint, prefill_worker="prefill-0"
-        )
-        sent = worker_pb2.DecodeCommand(call_no=number, submit=good)
-        sent = sent if kind > 2 else mutated(rng, sent) or sent
-        short(sent.submit.ticket.sampling) if sent.HasField("submit") else None
-        return sent
-
-    async def write() -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            for _ in range(rng.randrange(8)):
-                sent = command()
-                submitted[sent.call_no] += sent.HasField("submit")
-                await call.write(sent)
-                await asyncio.sleep(rng.choice((0, 0, 0.002, 0.01)))
-            await call.done_writing()
-
-    def take(events: worker_pb2.DecodeEvents) -> None:
-        ends.update(event.call_no for event in events.events if event.WhichOneof("event") in ENDS)
-
-    writer = asyncio.create_task(write())
-    try:
-        if rng.random() < 0.2:
-            return await left(call, rng)
-        error = await ended(call, take)
-    finally:
-        writer.cancel()
-        await asyncio.gather(writer, return_exceptions=True)
-        call.cancel()
-    if error is not None:
-        raise Finding(f"the session ended with {error.reason}")
-    for number, times in submitted.items():
-        if times and not 1 <= ends[number] <= times:
-            raise Finding(f"a request that was submitted {times} times ended {ends[number]} times")
-    return "ok"
-
-
 LiveCase = Callable[[Live, random.Random], Awaitable[str]]
 LIVE: dict[str, tuple[int, LiveCase]] = {
     "calls to decode": (300, decode_calls),
-    "commands of a session": (300, session_commands),
     "commands to prefill": (300, prefill_commands),
     "events from prefill": (500, handoffs),
     "calls to the gateway": (300, generate),
@@ -407,7 +346,7 @@ async def live_cluster() -> AsyncIterator[Live]:
     await server.start()
     channels = [open_channel(worker.endpoint) for worker in (lab.decode, lab.prefill)]
     decode = worker_pb2_grpc.DecodeServiceStub(channels[0])
-    session = DecodeSession(lambda: decode.Session(None))
+    session = DecodeSession(lambda: decode.Session(None), itertools.count(1))
     live = Live(
         lab, second, hostile, f"127.0.0.1:{port}", decode, Decoding(session),
         worker_pb2_grpc.PrefillServiceStub(channels[1]),

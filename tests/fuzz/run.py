@@ -7,11 +7,11 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from tests.fuzz import calls, codecs, doors, pages
+from tests.fuzz import calls, codecs, doors, numbers, pages
 from tests.fuzz.layer import Finding, Layer, Report
 
 PURE: tuple[Layer, ...] = codecs.LAYERS + pages.LAYERS
-LIVE = {**calls.LIVE, **doors.LIVE}
+LIVE = {**calls.LIVE, **numbers.LIVE, **doors.LIVE}
 BLOCK = 60  # live cases beside one healthy neighbour
 AT_ONCE = 6
 DRAINS = 40

@@ -6,13 +6,18 @@ More of the same: `python -m tests.fuzz --cases 1000000`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from genlock.v1 import worker_pb2
 from kvstore.checks import ALL_CHECKS
-from kvstore.errors import GenlockError, InvalidInput
+from kvstore.errors import Cancelled, GenlockError, InvalidInput
 from tests.fuzz import run
 from tests.fuzz.layer import Finding, Layer, typed
+from tests.fuzz.numbers import Numbers
 from tests.fuzz.pages import Events, Pulls
+from wire.errors import to_status
 
 CASES, SEED = 100_000, 0
 pytestmark = pytest.mark.timeout(600)
@@ -32,6 +37,7 @@ async def test_a_live_cluster_under_hostile_calls():
     assert asked["events from prefill"].outcomes["ok"] > 20, "what was not altered is served"
     assert len(asked["events from prefill"].outcomes) > 10
     assert len(asked["calls to decode"].outcomes) > 8
+    assert asked["commands of a session"].outcomes["a number again"] > 10, "numbers are used again, also after an end"
 
 
 def test_the_slice_has_its_size():
@@ -55,6 +61,55 @@ def test_without_a_check_the_fuzzer_finds_what_it_is_for(case: type, off: str):
         except Finding:
             return
     raise AssertionError(f"3000 cases without {off} and nothing was found")
+
+
+def told(*token_ids: int, ends: str = "") -> worker_pb2.DecodeEvents:
+    events = worker_pb2.DecodeEvents(call_nos=[7] * len(token_ids), token_ids=token_ids)
+    if ends == "finished":
+        events.events.add(call_no=7).finished.completion_tokens = len(token_ids)
+    elif ends:
+        events.events.add(call_no=7, failed=to_status(Cancelled(ends)))
+    return events
+
+
+def right(ticket: worker_pb2.Ticket, tokens: Sequence[int], whole: bool) -> None:
+    """An answer is the prompt."""
+    wanted = list(ticket.token_ids)
+    if list(tokens) != (wanted if whole else wanted[: len(tokens)]):
+        raise Finding("wrong tokens")
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([told(1, 2, ends="finished")], False),
+        ([told(1, ends="cancelled"), told(ends="call_no_taken")], False),
+        ([told(1, ends="cancelled"), told(2)], True),  # the first one's, or the second one's: nobody can tell
+        ([told(1, ends="cancelled"), told(ends="finished")], True),
+        ([told(8, 9, ends="finished"), told(ends="call_no_taken")], True),
+        ([told(1, ends="finished")], True),
+        ([told(1, 2)], True),
+        ([told(1, 2, ends="finished"), told(ends="call_no_taken"), told(ends="call_no_taken")], True),
+    ],
+)
+def test_the_fuzzer_of_sessions_finds_what_comes_under_a_number_that_is_anothers(
+    events: list[worker_pb2.DecodeEvents], found: bool
+):
+    judge = Numbers(right)
+    for prompt in ((1, 2), (8, 9)):
+        submit = worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=prompt))
+        judge.sent(worker_pb2.DecodeCommand(call_no=7, submit=submit))
+
+    def follow() -> None:
+        for one in events:
+            judge.take(one)
+        judge.close()
+
+    if found:
+        with pytest.raises(Finding):
+            follow()
+    else:
+        follow()
 
 
 def test_only_typed_errors_pass():

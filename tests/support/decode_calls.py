@@ -14,7 +14,7 @@ from kvstore.errors import GenlockError
 
 @asynccontextmanager
 async def decoding(stub: worker_pb2_grpc.DecodeServiceAsyncStub) -> AsyncIterator[Decoding]:
-    session = DecodeSession(lambda: stub.Session(None))
+    session = DecodeSession(lambda: stub.Session(None), itertools.count(1))
     try:
         yield Decoding(session)
     finally:
@@ -26,7 +26,6 @@ class Decoding:
 
     def __init__(self, session: DecodeSession) -> None:
         self.session = session
-        self._numbers = itertools.count(1)
 
     def submit(self, request: worker_pb2.DecodeRequest) -> DecodeCall:
         def again(attempt: int) -> worker_pb2.PrefillAssigned:
@@ -35,7 +34,7 @@ class Decoding:
                 attempt=attempt, prefill_endpoint=request.prefill_endpoint, prefill_worker=request.prefill_worker
             )
 
-        return self.session.submit(next(self._numbers), request, again)
+        return self.session.submit(request, again)
 
     async def run(self, request: worker_pb2.DecodeRequest, limit_s: float) -> tuple[list[int], GenlockError | None]:
         """Its tokens, and the error that it ended with."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 
 import grpc.aio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.gateway.sessions import DecodeSession, Token
+from cluster.gateway.sessions import NUMBERS_SEED_BYTES, DecodeSession, Token, call_numbers
 from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import GenlockError, NoCapacity, StalePage, Unavailable
 from model.sampler import SampledToken
@@ -56,8 +59,8 @@ def finished(call_no: int, count: int) -> worker_pb2.DecodeEvent:
 
 async def test_tokens_reach_the_request_whose_number_they_carry_and_nobody_else():
     stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    one, two = (session.submit(number, worker_pb2.DecodeRequest()) for number in (5, 6))
+    session = DecodeSession(lambda: stream, itertools.count(5))
+    one, two = (session.submit(worker_pb2.DecodeRequest()) for _ in range(2))
     stream.say([5, 6, 5, 77], [1, 2, 3, 4], [finished(77, 1), finished(5, 2)])
     stream.say([5, 6], [9, 9], [finished(6, 2), finished(5, 9)])
     assert (await told(one, 5), await told(two, 5)) == (([1, 3], None), ([2, 9], None))
@@ -65,17 +68,33 @@ async def test_tokens_reach_the_request_whose_number_they_carry_and_nobody_else(
     await session.close()
 
 
-async def test_a_number_that_is_taken_is_passed_over():
-    session = DecodeSession(Scripted)
-    numbers = [session.submit((1 << 64) - 1, worker_pb2.DecodeRequest()).call_no for _ in range(3)]
-    assert numbers == [(1 << 64) - 1, 0, 1]
+@given(st.binary(min_size=NUMBERS_SEED_BYTES, max_size=NUMBERS_SEED_BYTES))
+def test_numbers_of_a_session_never_come_again_and_lie_apart(seed: bytes):
+    numbers = list(itertools.islice(call_numbers(seed), 1000))
+    assert len(set(numbers)) == 1000
+    assert all(0 <= number < 1 << 64 for number in numbers)
+    # Of any sequence of this kind: the stride has no factor in common with 2^64, so it comes back after all of them.
+    assert (numbers[1] - numbers[0]) % 2 == 1
+
+
+async def test_a_number_is_not_used_again_when_its_request_has_gone():
+    """The worker may still tell of the first: its end is on its way."""
+    stream = Scripted()
+    session = DecodeSession(lambda: stream, call_numbers(bytes(NUMBERS_SEED_BYTES)))
+    first = session.submit(worker_pb2.DecodeRequest())
+    await until(lambda: stream.sent)
+    first.cancel()
+    second = session.submit(worker_pb2.DecodeRequest())
+    stream.say([first.call_no], [111], [finished(first.call_no, 1)])
+    stream.say([second.call_no], [5], [finished(second.call_no, 1)])
+    assert await told(second, 5) == ([5], None)
     await session.close()
 
 
 async def test_a_request_that_was_cancelled_hears_nothing_more_and_the_worker_hears_of_it_once():
     stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    call = session.submit(5, worker_pb2.DecodeRequest())
+    session = DecodeSession(lambda: stream, itertools.count(5))
+    call = session.submit(worker_pb2.DecodeRequest())
     waiting = asyncio.create_task(told(call, 5))
     await until(lambda: stream.sent)
     call.cancel()
@@ -102,9 +121,9 @@ async def test_a_question_is_answered_by_its_own_request_and_a_refusal_or_a_surp
     def break_down(_attempt: int) -> worker_pb2.PrefillAssigned:
         raise ValueError("secret")
 
-    session = DecodeSession(lambda: stream)
-    for number, assign in ((1, name), (2, refuse), (3, break_down), (4, None)):
-        session.submit(number, worker_pb2.DecodeRequest(), assign)
+    session = DecodeSession(lambda: stream, itertools.count(1))
+    for assign in (name, refuse, break_down, None):
+        session.submit(worker_pb2.DecodeRequest(), assign)
     await until(lambda: len(stream.sent) == 4)
     wanted = [
         worker_pb2.DecodeEvent(call_no=number, prefill_wanted=worker_pb2.PrefillWanted(attempt=9))
@@ -127,9 +146,9 @@ async def test_a_question_is_answered_by_its_own_request_and_a_refusal_or_a_surp
 async def test_a_question_of_a_cancelled_request_is_not_answered():
     stream = Scripted()
     stream.connected.clear()
-    session = DecodeSession(lambda: stream)
-    call = session.submit(5, worker_pb2.DecodeRequest(), lambda attempt: worker_pb2.PrefillAssigned(attempt=attempt))
-    session.submit(6, worker_pb2.DecodeRequest())
+    session = DecodeSession(lambda: stream, itertools.count(5))
+    call = session.submit(worker_pb2.DecodeRequest(), lambda attempt: worker_pb2.PrefillAssigned(attempt=attempt))
+    session.submit(worker_pb2.DecodeRequest())
     stream.say(events=[worker_pb2.DecodeEvent(call_no=5, prefill_wanted=worker_pb2.PrefillWanted(attempt=1))])
     for _ in range(5):
         await asyncio.sleep(0)
@@ -145,8 +164,8 @@ async def test_a_question_of_a_cancelled_request_is_not_answered():
 async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
     stream = Scripted()
     stream.connected.clear()
-    session = DecodeSession(lambda: stream)
-    calls = [session.submit(number, worker_pb2.DecodeRequest()) for number in (5, 6)]
+    session = DecodeSession(lambda: stream, itertools.count(5))
+    calls = [session.submit(worker_pb2.DecodeRequest()) for _ in range(2)]
     for _ in range(5):
         await asyncio.sleep(0)
     calls[0].cancel()
@@ -161,8 +180,8 @@ async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
 @pytest.mark.parametrize("how", ["end", "lists", "kind", "error", "close", "close at once"])
 async def test_the_end_of_a_session_ends_every_request_typed(how: str):
     stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    calls = [session.submit(number, worker_pb2.DecodeRequest()) for number in (1, 2)]
+    session = DecodeSession(lambda: stream, itertools.count(1))
+    calls = [session.submit(worker_pb2.DecodeRequest()) for _ in range(2)]
     if how == "close at once":
         await session.close()
     stream.say([1, 2], [7, 8])
@@ -191,8 +210,8 @@ async def test_the_end_of_a_session_ends_every_request_typed(how: str):
 
 async def test_what_gathers_leaves_as_one_with_log_probabilities():
     stream = Scripted()
-    session = DecodeSession(lambda: stream)
-    call = session.submit(5, worker_pb2.DecodeRequest())
+    session = DecodeSession(lambda: stream, itertools.count(5))
+    call = session.submit(worker_pb2.DecodeRequest())
     event = worker_pb2.DecodeEvent(call_no=5)
     event.tokens.tokens.add(token_id=3, logprob=-0.5, top=[worker_pb2.SampledLogprob(token_id=3, logprob=-0.5)])
     stream.say([5, 5], [1, 2], [event])
@@ -249,14 +268,14 @@ async def test_many_requests_share_a_call_and_each_gets_its_own():
     outcomes: Counter[str] = Counter()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = worker_pb2_grpc.DecodeServiceStub(channel)
-        session = DecodeSession(lambda: stub.Session(None))
+        session = DecodeSession(lambda: stub.Session(None), call_numbers(rng.randbytes(NUMBERS_SEED_BYTES)))
 
         async def one(number: int) -> None:
             prompt = [1000 * number + at for at in range(rng.randrange(1, 30))]
             fails_after = rng.choice((0, 0, 4))
             request = worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=prompt), left_ms=fails_after)
             await asyncio.sleep(rng.random() * 0.02)
-            call = session.submit(rng.getrandbits(64), request)
+            call = session.submit(request)
             if rng.random() < 0.2:
                 await asyncio.sleep(0.002)
                 call.cancel()
@@ -270,7 +289,7 @@ async def test_many_requests_share_a_call_and_each_gets_its_own():
         await asyncio.gather(*(one(number) for number in range(200)))
         assert echo.sessions == 1
         assert {"ok", "stale_tag", "no_pages", "cancelled"} == set(outcomes)
-        last = session.submit(1, worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=[5] * 500)))
+        last = session.submit(worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=[5] * 500)))
         await last.next()
         await server.stop(0)
         _tokens, error = await told(last, 5)

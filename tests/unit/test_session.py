@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from genlock.v1 import worker_pb2
 from kvstore.errors import Cancelled, InvalidInput, StalePage, Unavailable
 from model.sampler import SampledToken
+from wire.errors import from_status
+from wire.refused import RefusedTally
 from wire.session import MAX_MESSAGE_TOKENS, Handle, Session, pack
 
 DONE = worker_pb2.DecodeFinished(completion_tokens=1)
@@ -202,6 +204,143 @@ async def test_a_number_that_is_taken_ends_its_request_and_no_other():
     await asyncio.wait_for(running, 5)
     assert ends(caller) == [(7, "failed"), (8, "finished")]
     assert worker.cancelled == [0]
+
+
+# --- a number is one request's for good ----------------------------------------------------------------------------
+
+
+def reasons(caller: Caller) -> list[tuple[int, str]]:
+    """The ends, with the reason of those that failed."""
+    return [
+        (event.call_no, "finished" if event.HasField("finished") else from_status(event.failed).reason)
+        for message in caller.got
+        for event in message.events
+        if event.WhichOneof("event") in ("finished", "failed")
+    ]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "finished", "refused"])
+async def test_a_number_of_a_request_that_has_ended_is_refused(how: str):
+    caller, worker, commands = Caller(), Worker(), Commands()
+    caller.turn = asyncio.Semaphore(100)
+    refused = RefusedTally()
+    running = asyncio.create_task(
+        Session(worker.start, caller, max_open=0 if how == "refused" else 9, refused=refused).run(commands)
+    )
+    commands.submit(7)
+    if how != "refused":
+        await until(lambda: worker.tells)
+        commands.cancel(7) if how == "cancelled" else worker.tells[0](DONE)
+    await until(lambda: ends(caller))
+    commands.submit(7)
+    commands.submit(7)
+    commands.end()
+    await asyncio.wait_for(running, 5)
+    first = {"cancelled": "cancelled", "finished": "finished", "refused": "session_full"}[how]
+    assert reasons(caller) == [(7, first), (7, "call_no_taken"), (7, "call_no_taken")]
+    assert len(worker.tells) == (how != "refused"), "nothing of it was begun"
+    assert refused.read() == {"call_no_taken": 2}
+
+
+async def test_what_comes_late_of_a_request_reaches_nobody_that_has_its_number():
+    """Numbers are forgotten here at once: then a number may come again, and what is told is of the request all the
+    same."""
+    caller, worker, commands = Caller(), Worker(), Commands()
+    caller.turn = asyncio.Semaphore(100)
+    running = asyncio.create_task(Session(worker.start, caller, max_ended=0).run(commands))
+    commands.submit(7)
+    await until(lambda: worker.tells)
+    commands.cancel(7)
+    await until(lambda: ends(caller))
+    commands.submit(7)
+    await until(lambda: len(worker.tells) == 2)
+    for late in (SampledToken(111), worker_pb2.DecodeStarted(), worker_pb2.PrefillWanted(attempt=1), DONE):
+        worker.tells[0](late)
+    worker.tells[0](StalePage("stale_tag", "of the first"))
+    worker.tells[1](SampledToken(5))
+    worker.tells[1](DONE)
+    commands.end()
+    await asyncio.wait_for(running, 5)
+    assert reasons(caller) == [(7, "cancelled"), (7, "finished")]
+    assert [token for message in caller.got for token in message.token_ids] == [5]
+    assert {event.WhichOneof("event") for message in caller.got for event in message.events} == {"failed", "finished"}
+
+
+async def test_numbers_are_forgotten_when_enough_ends_have_left_and_never_before_their_own():
+    caller, worker, commands = Caller(), Worker(), Commands()
+    refused = RefusedTally()
+    running = asyncio.create_task(Session(worker.start, caller, max_ended=3, refused=refused).run(commands))
+    for number in range(10):
+        commands.submit(number)
+        await until(lambda last=number: len(worker.tells) > last)
+        worker.tells[number](DONE)
+    caller.turn.release()
+    await until(lambda: caller.got)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    commands.submit(1)  # the first end has left, this one not
+    await until(refused.read)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(worker.tells) == 10
+
+    caller, commands = Caller(), Commands()
+    caller.turn = asyncio.Semaphore(100)
+    session = Session(worker.start, caller, max_ended=3)
+    running = asyncio.create_task(session.run(commands))
+    for number in range(10, 20):
+        commands.submit(number)
+        await until(lambda last=number: len(worker.tells) > last)
+        worker.tells[number](DONE)
+        await until(lambda last=number: len(ends(caller)) == last - 9)
+    await until(lambda: len(session._ended) == 3)
+    commands.submit(19)
+    commands.submit(10)
+    await until(lambda: len(worker.tells) == 21)
+    worker.tells[20](DONE)
+    commands.end()
+    await asyncio.wait_for(running, 5)
+    assert reasons(caller)[10:] == [(19, "call_no_taken"), (10, "finished")]
+
+
+@given(st.randoms(use_true_random=False))
+def test_in_any_order_of_commands_and_tells_a_number_is_one_requests(rng):
+    """Each token spells the request that it was computed for: no request's tokens come under an end that is another's,
+    and none at all after the number's first end."""
+
+    async def play() -> None:
+        caller, worker, commands, made = Caller(), Worker(), Commands(), []
+        caller.turn = asyncio.Semaphore(1000)
+        running = asyncio.create_task(Session(worker.start, caller).run(commands))
+        for _ in range(40):
+            number, kind = rng.randrange(3), rng.randrange(5)
+            if kind == 0:
+                commands.submit(number)
+                made.append(number)
+            elif kind == 1:
+                commands.cancel(number)
+            elif worker.tells:
+                at = rng.randrange(len(worker.tells))
+                worker.tells[at](DONE if kind == 2 else SampledToken(at))
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+        commands.end()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        for tell in worker.tells:
+            tell(SampledToken(77))
+            tell(DONE)
+        await asyncio.wait_for(running, 5)
+        over, of = set(), {}
+        for message in caller.got:
+            for number, token in zip(message.call_nos, message.token_ids, strict=True):
+                assert number not in over, "a token after the number's end"
+                assert token == 77 or of.setdefault(number, token) == token, "two requests under one number"
+            over |= {event.call_no for event in message.events}
+        told = [number for number, _reason in reasons(caller)]
+        assert all(1 <= told.count(number) <= made.count(number) for number in set(made))
+
+    asyncio.run(play())
 
 
 async def test_requests_of_a_session_are_bounded():
