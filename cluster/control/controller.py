@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from cluster.control.api import Change
@@ -39,6 +39,7 @@ from cluster.control.state import (
     Stop,
 )
 from cluster.control.tally import Tally
+from cluster.control.times import Clocks, Times
 from cluster.control.wanted import lost, refill
 from cluster.registry.base import Registry
 from cluster.registry.records import Desired, Event
@@ -60,24 +61,6 @@ CHECK_MS = 30_000
 DRAIN_RETRY_S = 0.1
 # Beyond the start's own limit, which its launcher keeps.
 START_MARGIN_MS = 30_000
-
-
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds. `feed_ttl_ms` 0: workers keep their own records; else this controller does, for so long."""
-
-    reconcile_ms: int = 200
-    poll_ms: int = 500
-    poll_timeout_ms: int = 2_000
-    feed_ttl_ms: int = 0
-    # Between two looks at the nodes, where this controller owns them.
-    room_ms: int = 10_000
-
-
-@dataclass
-class Clocks:
-    now_ms: Callable[[], float]
-    unix_ms: Callable[[], int]
 
 
 class Controller:

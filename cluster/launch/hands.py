@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from cluster.control.api import NodeRow
 from cluster.control.asker import GrpcAsker
-from cluster.control.controller import Clocks, Controller, Times
+from cluster.control.controller import Controller
 from cluster.control.hands import OnLost, Place, Room
 from cluster.control.state import Found, Policy
+from cluster.control.times import Clocks, Times
 from cluster.launch.launcher import Launcher
 from cluster.launch.spec import WorkerSpec
 from cluster.registry.base import Registry

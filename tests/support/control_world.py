@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from cluster.control.api import NodeRow
-from cluster.control.controller import Clocks, Controller, Times
+from cluster.control.controller import Controller
 from cluster.control.hands import OnLost, Place
 from cluster.control.operations import Operations
 from cluster.control.state import Found, Policy, State
+from cluster.control.times import Clocks, Times
 from cluster.registry.base import Registry
 from cluster.registry.memory import MemoryRegistry
 from cluster.roles import Role

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cluster.control import controller as shell
 from cluster.control.api import Change
-from cluster.control.controller import Clocks, Controller
+from cluster.control.controller import Controller
+from cluster.control.times import Clocks
 from cluster.control.wanted import lost, refill
 from cluster.registry.records import Desired
 from cluster.registry.rules import next_revision, revision_moved
