@@ -16,7 +16,7 @@ from cluster.cli.operate import (
     show,
     wait_options,
 )
-from cluster.cli.options import endpoint_or_default, read_input
+from cluster.cli.options import NAMED_FILE, endpoint_or_default, read_input
 from kvstore.files import FileReader
 
 if TYPE_CHECKING:
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 CLUSTER_FILE = FileReader("bad_cluster_file", "file")
 
 file_option = click.option(
-    "-f", "--file", "path", required=True, metavar="FILE", help="YAML with prefill, decode, autoscale; - is stdin."
+    "-f",
+    "--file",
+    "path",
+    type=NAMED_FILE,
+    required=True,
+    metavar="FILE",
+    help="YAML with prefill, decode, autoscale; - is stdin.",
 )
 
 

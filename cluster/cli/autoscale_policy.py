@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.operate import call, change_options, mutation, operator_options, show
+from cluster.cli.options import NAMED_FILE
 from kvstore.files import FileReader
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ With -f the file is the whole policy; fields that it leaves out get their defaul
 the others stay. docs/autoscaler.md lists all fields."""
 )
 @click.argument("fields", nargs=-1, metavar="[FIELD=VALUE]...")
-@click.option("-f", "--file", "path", metavar="FILE", help="YAML of a whole policy.")
+@click.option("-f", "--file", "path", type=NAMED_FILE, metavar="FILE", help="YAML of a whole policy.")
 @operator_options
 @change_options
 def set_policy(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.cli.options import NAMED_FILE
 from cluster.output import emit, output_option
 from kvstore.files import FileReader
 
@@ -32,8 +33,10 @@ Examples:
 A trace file has one request a line: {"at_s": 0.5, "prompt_tokens": 900, "output_tokens": 120}, or is CSV with these
 columns. A line {"outage_s": [600, 900]} takes the metrics away for that time."""
 )
-@click.option("--trace", "trace_name", required=True, help="A file, or bursty, diurnal, long-prompt-storm, "
-              "metric-outage, flapping.")  # fmt: skip
+@click.option(
+    "--trace", "trace_name", type=NAMED_FILE, required=True, metavar="TEXT",
+    help="A file, or bursty, diurnal, long-prompt-storm, metric-outage, flapping.",
+)  # fmt: skip
 @click.option("--policy", "policy_file", type=click.Path(path_type=Path), help="YAML; by default 1 to 8 of each role.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of a drawn trace.")
 @click.option("--start-seconds", type=click.FloatRange(0, 3600), default=60.0, show_default=True,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.options import load_settings, settings_options
+from cluster.cli.options import NAMED_FILE, load_settings, settings_options
 from cluster.cli.up import authenticator_of, model_flags, serve
 from cluster.settings import Config
 
@@ -29,7 +29,9 @@ Any number may run beside each other; each finds all workers. The model and the 
 Ctrl-C drains and stops; a second Ctrl-C does not wait for running requests."""
 )
 @click.option("--registry", metavar="URL", help="Redis or Valkey server: redis://, rediss:// or unix://.")
-@click.option("--model", help="Model that the workers serve: a name, a .gguf file, or a folder.")
+@click.option(
+    "--model", type=NAMED_FILE, metavar="TEXT", help="Model that the workers serve: a name, a .gguf file, or a folder."
+)
 @click.option("--host", help="Address of the gateway.")
 @click.option("--port", type=int, help="Port of the gateway; 0 is any free one.")
 @click.option("--http-port", type=int, help="Port of the OpenAI-compatible API; 0 is any free one, -1 is off.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.options import read_input
+from cluster.cli.options import NAMED_FILE, read_input
 from cluster.output import emit, output_option, output_option_of
 from kvstore.errors import InvalidInput
 from kvstore.files import FileReader
@@ -41,7 +41,12 @@ Examples:
   genlock manifest render --values mine.yaml -o table"""
 )
 @click.option(
-    "--values", "values_files", multiple=True, metavar="FILE", help="Values: a file, or a shipped name. May repeat."
+    "--values",
+    "values_files",
+    type=NAMED_FILE,
+    multiple=True,
+    metavar="FILE",
+    help="Values: a file, or a shipped name. May repeat.",
 )
 @click.option("--set", "assignments", multiple=True, metavar="NAME.NAME=VALUE", help="One value. May repeat.")
 @click.option("--name", default="genlock", show_default=True, help="Name of the release and of its RayCluster.")

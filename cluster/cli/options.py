@@ -15,6 +15,8 @@ from kvstore.errors import InvalidInput
 from kvstore.files import FileReader
 
 F = TypeVar("F", bound=Callable[..., Any])
+# Shells complete it as a file; whether there is one, its reader tells.
+NAMED_FILE = click.Path(readable=False)
 
 
 def settings_options(command: F) -> F:
@@ -39,7 +41,9 @@ def cluster_options(command: F) -> F:
     """The settings that one changes most often, under short names."""
     for option in (
         click.option("--engine", help="Transfer engine."),
-        click.option("--model", help="Model to serve: a name, a .gguf file, or a folder."),
+        click.option(
+            "--model", type=NAMED_FILE, metavar="TEXT", help="Model to serve: a name, a .gguf file, or a folder."
+        ),
         click.option("--decode", type=int, help="Decode workers."),
         click.option("--prefill", type=int, help="Prefill workers."),
         click.option(

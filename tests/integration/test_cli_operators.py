@@ -278,12 +278,6 @@ def test_explain_needs_no_cluster(capsys):
     assert run(["explain", "nothing_like_it"]) == FAILED
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_a_script_of_that_shell(shell: str, capsys):
-    assert run(["completion", shell]) == OK
-    assert "_GENLOCK_COMPLETE" in capsys.readouterr().out
-
-
 def test_doctor_tells_what_is_wrong(capsys):
     assert run(["doctor", "-o", "json"]) in (OK, FAILED)
     findings = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
