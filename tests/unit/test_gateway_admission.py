@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 
 import pytest
 
@@ -154,6 +155,28 @@ def test_a_schema_is_an_object_within_limits():
         with pytest.raises(InvalidInput) as caught:
             draft(json_schema=text)
         assert (caught.value.reason, caught.value.field) == ("bad_json_schema", "sampling_params.json_schema")
+
+
+def of_multiples(*values: object) -> str:
+    return json.dumps({"anyOf": [{"type": "number", "multipleOf": value} for value in values]})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(32_768,), (20_000_000,), (0.25, 1e-9, 86_400), (99_990,), (-7, True, "99991", None), (math.nan, math.inf),
+     (30_000 + 1, 2_766)],
+)  # fmt: skip
+def test_what_multiples_may_come_to(values: tuple[object, ...]):
+    draft(json_schema=of_multiples(*values))
+
+
+@pytest.mark.parametrize(
+    "values", [(32_769,), (99_991,), (0.99991,), (1 / 3,), (30_001, 2_768), (-99_991,), (5, 10**99 + 1)]
+)
+def test_multiples_that_take_long_to_compile_are_refused_each_time_alike(values: tuple[object, ...]):
+    with pytest.raises(InvalidInput) as caught:
+        draft(json_schema=of_multiples(*values))
+    assert (caught.value.reason, caught.value.field) == ("json_schema_too_complex", "sampling_params.json_schema")
 
 
 @pytest.mark.parametrize(("name", "value"), [("ignore_eos", True), ("min_tokens", 1)])

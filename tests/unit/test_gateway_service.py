@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.identity import Caller
 from cluster.gateway.served import Sources, StreamChecks
 from cluster.gateway.service import InferenceService
 from cluster.gateway.state import GatewayState
@@ -17,7 +18,7 @@ from cluster.roles import Role
 from cluster.router import MAX_MOVES
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import worker_pb2
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidInput, Unavailable
 from model.sampling import SamplingParams
 from tests.support.decode_calls import ScriptedCall
 from tests.support.fake_workers import ByteTokenizer, config, served_model, tokens
@@ -118,6 +119,22 @@ async def test_a_stop_string_cancels_decode_before_its_message_leaves():
     assert [message.text for message in messages] == ["ab"]
     assert messages[0].finished.matched_stop == "STOP"
     assert not messages[0].finished.HasField("verification")
+
+
+async def test_a_schema_is_checked_for_the_tenant_of_the_credential():
+    gateway = service([])
+    asked: list[tuple[str, str]] = []
+
+    async def check(tenant: str, schema: str) -> None:
+        asked.append((tenant, schema))
+        raise InvalidInput("bad_json_schema", "enough seen")
+
+    gateway._state.schemas = SimpleNamespace(check=check)
+    gateway._state.authenticator = SimpleNamespace(caller=lambda _metadata: Caller("acme"))
+    params = pb.SamplingParams(json_schema='{"type": "object"}')
+    with pytest.raises(InvalidInput):
+        await gateway.Generate(pb.GenerateRequest(text="hello", sampling_params=params), Context(9))
+    assert asked == [("acme", '{"type": "object"}')]
 
 
 # --- a worker that drains turns an answer away ------------------------------------------------------------------------
