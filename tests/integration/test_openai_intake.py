@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import itertools
 import json
+import ssl
 
 import pytest
 
+from cluster.devca import make
 from cluster.gateway.identity import authenticator_from
 from cluster.openai.connection import SLICE_BYTES, CountedParser
 from tests.support.http_door import scripted
@@ -102,7 +105,7 @@ async def test_the_parser_gets_slices_and_the_loop_turns_between(parsed: list[in
             turns.append(len(parsed))
             await asyncio.sleep(0)
 
-    body = json.dumps({"model": "toy", "prompt": "x" * 1_000_000}).encode()
+    body = json.dumps({"model": "toy", "prompt": "x" * 200_000}).encode()
     async with scripted() as env:
         reader, writer = await asyncio.open_connection("127.0.0.1", env.port)
         turner = asyncio.create_task(turning())
@@ -155,3 +158,24 @@ async def test_what_is_no_http_is_told_so_as_json():
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "bad_http"
         writer.close()
+
+
+async def test_over_tls_too_the_answer_arrives_and_the_connection_ends(tmp_path):
+    made = make(tmp_path, [], datetime.datetime.now(datetime.UTC))
+    files = {"tls__api_cert_file": str(made.cert), "tls__api_key_file": str(made.key)}
+    context = ssl.create_default_context(cafile=str(made.ca))
+    async with scripted(authenticator=authenticator_from(TENANTS, "t.yaml"), **files) as env:
+        for framing, body in (
+            ("transfer-encoding: chunked", CRUMB * 100),
+            ("content-length: 3000000", b"x" * 3_000_000),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", env.port, ssl=context)
+            writer.write(head(framing=framing))
+            await asyncio.sleep(0.1)
+            writer.write(body)
+            async with asyncio.timeout(LIMIT_S):
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 401 ")
+                await until_cut(writer, CRUMB * 1000)
+            writer.close()
+            await is_empty(env)
