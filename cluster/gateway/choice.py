@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.gateway.ends import Asked, EndJudge, Told
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
 from cluster.gateway.sessions import DecodeCall, Token
 from cluster.gateway.text import ChoiceText, Piece
@@ -25,9 +26,12 @@ class ChoiceSpec:
     server_id: str
     index: int
     stream: bool
-    sampling: SamplingParams
-    prompt_tokens: int
+    asked: Asked
     decode_worker: str
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.asked.sampling
 
 
 class Seat(Protocol):
@@ -66,6 +70,9 @@ class Choice:
         self._seat = seat
         hidden = frozenset(spec.sampling.stop_token_ids)
         self._text: ChoiceText[Token] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
+        self._judge = EndJudge(spec.asked)
+        # Of all tokens that came, also those after a stop string.
+        self._told = Told()
         self._first_ms = 0.0
         self._last_ms = 0.0
         self._whole: list[TextPiece] = []
@@ -77,8 +84,8 @@ class Choice:
     async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """All messages of this answer; the last one carries `finished`.
 
-        Raises Unavailable `stream_cut` when decode's stream ends early, `tokens_lost` when tokens are missing, and
-        whatever error decode answered.
+        Raises Unavailable `stream_cut` when decode's stream ends early, `tokens_lost` when tokens are missing,
+        `stream_protocol` when what decode tells cannot be, and whatever error decode answered.
         """
         finished: worker.DecodeFinished | None = None
         while finished is None:
@@ -88,8 +95,12 @@ class Choice:
                 if self._checks.require_finished:
                     raise
                 tokens, finished = (), self._as_if_finished()
+            if self._checks.judge_answers:
+                self._told = self._judge.tokens(self._told, tokens)
             piece = self._take(tokens)
             if piece.matched_stop:
+                if self._checks.judge_answers and self._call.started is not None:
+                    self._judge.figures(self._call.started)
                 self.cancel()
                 yield self._last_message(piece, pb.FINISH_REASON_STOP, None)
                 return
@@ -104,6 +115,8 @@ class Choice:
                 "tokens_lost",
                 f"the decode worker generated {finished.completion_tokens} tokens, {self._text.counted_tokens} came",
             )
+        if self._checks.judge_answers:
+            self._judge.end(self._told, finished)
         rest = self._text.finish()
         reason = pb.FINISH_REASON_STOP if rest.matched_stop else finished.finish_reason
         yield self._last_message(rest, reason, finished)
@@ -140,7 +153,9 @@ class Choice:
             pb.TopLogprob(token_id=best.token_id, text=text_of(best.token_id), logprob=best.logprob)
             for best in token.top[: self._spec.sampling.logprobs]
         ]
-        return pb.TokenLogprob(token_id=token.token_id, text=text_of(token.token_id), logprob=token.logprob, top=top)
+        return pb.TokenLogprob(
+            token_id=token.token_id, text=text_of(token.token_id), logprob=token.logprob or 0.0, top=top
+        )
 
     def _last_message(
         self, piece: TextPiece, reason: pb.FinishReason.ValueType, done: worker.DecodeFinished | None
@@ -156,7 +171,7 @@ class Choice:
         finished.matched_stop = piece.matched_stop
         finished.decode_worker = self._spec.decode_worker
         finished.prefill_worker = self._seat.worker
-        finished.usage.prompt_tokens = self._spec.prompt_tokens
+        finished.usage.prompt_tokens = self._spec.asked.prompt_tokens
         finished.usage.completion_tokens = count
         times = finished.timings
         times.total_ms = self._now_ms() - self._received_ms

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.ends import Asked
 from cluster.gateway.identity import Caller, user
 from cluster.gateway.running import RequestFacts, Running
 from cluster.gateway.seat import PrefillSeat
@@ -238,8 +239,7 @@ class RequestPath:
             server_id=admitted.trail.request_id,
             index=index,
             stream=admitted.draft.stream,
-            sampling=sampling,
-            prompt_tokens=len(admitted.token_ids),
+            asked=Asked(sampling, len(admitted.token_ids), info.vocab_size, info.eos_token_ids),
             decode_worker=chosen.decode.worker_id,
         )
         return Choice(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.ends import Asked
 from cluster.gateway.served import Sources, StreamChecks
 from cluster.gateway.service import InferenceService
 from cluster.gateway.state import GatewayState
@@ -18,7 +19,7 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded
 from model.sampling import SamplingParams
 from tests.support.decode_calls import ScriptedCall
-from tests.support.fake_workers import ByteTokenizer, config, served_model, tokens
+from tests.support.fake_workers import VOCAB, ByteTokenizer, config, served_model, tokens
 
 
 class Context:
@@ -104,7 +105,7 @@ async def test_a_client_that_does_not_read_meets_the_deadline():
 async def test_a_stop_string_cancels_decode_before_its_message_leaves():
     call = ScriptedCall(tokens("abSTOPc"))
     sampling = SamplingParams(stop=("STOP",))
-    spec = ChoiceSpec("r", "s", 0, True, sampling, 5, "d")
+    spec = ChoiceSpec("r", "s", 0, True, Asked(sampling, 5, VOCAB, ()), "d")
     seat = SimpleNamespace(worker="p", waiting=False)
     choice = Choice(spec, call, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, seat)
     messages = []
