@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.gateway.ends import Asked, EndJudge, Told
 from cluster.gateway.placement import Placed
 from cluster.gateway.served import GatewayTokenizer, StreamChecks
 from cluster.gateway.sessions import Token
@@ -26,8 +27,11 @@ class ChoiceSpec:
     server_id: str
     index: int
     stream: bool
-    sampling: SamplingParams
-    prompt_tokens: int
+    asked: Asked
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.asked.sampling
 
 
 class Choice:
@@ -54,6 +58,9 @@ class Choice:
         self._received_ms = received_ms
         hidden = frozenset(spec.sampling.stop_token_ids)
         self._text: ChoiceText[Token] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
+        self._judge = EndJudge(spec.asked)
+        # Of all tokens that came, also those after a stop string.
+        self._told = Told()
         self._first_ms = 0.0
         self._last_ms = 0.0
         self._whole: list[TextPiece] = []
@@ -65,8 +72,8 @@ class Choice:
     async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """All messages of this answer; the last one carries `finished`.
 
-        Raises Unavailable `stream_cut` when decode's stream ends early, `tokens_lost` when tokens are missing, and
-        whatever error decode answered.
+        Raises Unavailable `stream_cut` when decode's stream ends early, `tokens_lost` when tokens are missing,
+        `stream_protocol` when what decode tells cannot be, and whatever error decode answered.
         """
         finished: worker.DecodeFinished | None = None
         while finished is None:
@@ -78,8 +85,12 @@ class Choice:
                 if self._checks.require_finished:
                     raise
                 tokens, finished = (), self._as_if_finished()
+            if self._checks.judge_answers:
+                self._told = self._judge.tokens(self._told, tokens)
             piece = self._take(tokens)
             if piece.matched_stop:
+                if self._checks.judge_answers and self._placed.call.started is not None:
+                    self._judge.figures(self._placed.call.started)
                 self.cancel()
                 yield self._last_message(piece, pb.FINISH_REASON_STOP, None)
                 return
@@ -94,6 +105,8 @@ class Choice:
                 "tokens_lost",
                 f"the decode worker generated {finished.completion_tokens} tokens, {self._text.counted_tokens} came",
             )
+        if self._checks.judge_answers:
+            self._judge.end(self._told, finished)
         rest = self._text.finish()
         reason = pb.FINISH_REASON_STOP if rest.matched_stop else finished.finish_reason
         yield self._last_message(rest, reason, finished)
@@ -142,7 +155,9 @@ class Choice:
             pb.TopLogprob(token_id=best.token_id, text=text_of(best.token_id), logprob=best.logprob)
             for best in token.top[: self._spec.sampling.logprobs]
         ]
-        return pb.TokenLogprob(token_id=token.token_id, text=text_of(token.token_id), logprob=token.logprob, top=top)
+        return pb.TokenLogprob(
+            token_id=token.token_id, text=text_of(token.token_id), logprob=token.logprob or 0.0, top=top
+        )
 
     def _last_message(
         self, piece: TextPiece, reason: pb.FinishReason.ValueType, done: worker.DecodeFinished | None
@@ -158,7 +173,7 @@ class Choice:
         finished.matched_stop = piece.matched_stop
         finished.decode_worker = self._placed.decode_worker
         finished.prefill_worker = self._placed.at.seat.worker
-        finished.usage.prompt_tokens = self._spec.prompt_tokens
+        finished.usage.prompt_tokens = self._spec.asked.prompt_tokens
         finished.usage.completion_tokens = count
         times = finished.timings
         times.total_ms = self._now_ms() - self._received_ms

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.gateway.fleet import Fleet, WorkerState
+from cluster.operators.explain import SHAPED, listed
 from cluster.roles import Role
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import GenlockError
@@ -27,6 +28,8 @@ MS = 1000.0
 # From a small model's token to a long prompt's prefill.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 ROLE = "gateway"
+# Reasons of this release: each is counted by itself, whatever else is told.
+LISTED = listed()
 # Whose statuses say that the request itself, or its caller, was not to be served.
 REFUSING = frozenset(
     {
@@ -101,15 +104,17 @@ class GatewayMetrics:
         counted = (*self._times.values(), *self._tokens.values(), self._turned_away)
         self.registry: CollectorRegistry = new_registry(_GatewayCollector(read, self._ended, self._recomputed, counted))
 
-    def ended(self, error: GenlockError | None, total_ms: float) -> tuple[Outcome, str]:
-        """A request has ended: counted once, whatever happened. Returns how."""
-        key = outcome, cause = outcome_of(error)
-        if key not in self._ended and len(self._ended) >= MAX_CAUSES:
-            key = (outcome, OTHER)
-        self._ended[key] += 1
+    def ended(self, error: GenlockError | None, total_ms: float) -> str:
+        """A request has ended: counted once, whatever happened. Returns the cause that it is counted under: one for all
+        reasons that workers made up."""
+        outcome, cause = outcome_of(error)
+        if cause != OK and cause not in LISTED and (outcome, cause) not in self._ended:
+            full = len(self._ended) >= MAX_CAUSES
+            cause = cause if cause.startswith(SHAPED) and not full else OTHER
+        self._ended[outcome, cause] += 1
         if outcome is Outcome.OK:
             self._times["duration"].observe(total_ms / MS)
-        return outcome, cause
+        return cause
 
     def recomputed(self, result: str) -> None:
         """A preempted answer asked for a prefill worker anew. `result`: one of RECOMPUTED."""

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from cluster.gateway.admission import Draft, check_request, choice_seed, fit_sampling
 from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.ends import Asked
 from cluster.gateway.identity import Caller, user
 from cluster.gateway.placement import Placed, Placement, take
 from cluster.gateway.running import RequestFacts, Running
@@ -208,14 +209,18 @@ class RequestPath:
         return placed
 
     def _open_choice(self, admitted: Admitted, index: int, at: Placement, cleanup: ExitStack) -> Choice:
-        state = self._state
+        state, info = self._state, self._state.served.info
         spec = ChoiceSpec(
             request_id=admitted.draft.request_id,
             server_id=admitted.trail.request_id,
             index=index,
             stream=admitted.draft.stream,
-            sampling=replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index)),
-            prompt_tokens=len(admitted.token_ids),
+            asked=Asked(
+                replace(admitted.sampling, seed=choice_seed(admitted.sampling.seed, index)),
+                len(admitted.token_ids),
+                info.vocab_size,
+                info.eos_token_ids,
+            ),
         )
         return Choice(
             spec,
@@ -241,10 +246,10 @@ class RequestPath:
             )
         except GenlockError:
             return None
-        at = take(state, admitted.facts, spec.index, chosen, spec.prompt_tokens, admitted.most_tokens)
+        at = take(state, admitted.facts, spec.index, chosen, spec.asked.prompt_tokens, admitted.most_tokens)
         cleanup.callback(at.release)
         if spec.index == 0:
-            admitted.facts.routed(chosen.decode.worker_id, chosen.prefill.worker_id, spec.prompt_tokens)
+            admitted.facts.routed(chosen.decode.worker_id, chosen.prefill.worker_id, spec.asked.prompt_tokens)
         state.metrics.turned_away()
         return self._send(admitted, spec, at)
 

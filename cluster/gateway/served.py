@@ -53,6 +53,8 @@ class StreamChecks:
     require_finished: bool = True
     # `finished` counts as many tokens as have come.
     require_all_tokens: bool = True
+    # Tokens, ends and figures are what they can be: see ends.py.
+    judge_answers: bool = True
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Token(NamedTuple):
     """A token of an answer; the rest only where log-probabilities were asked for."""
 
     token_id: int
-    logprob: float = 0.0
+    logprob: float | None = None
     top: Sequence[worker_pb2.SampledLogprob] = ()
 
 
@@ -59,10 +59,14 @@ class Stream(Protocol):
 class DecodeCall:
     """One request at a decode worker."""
 
-    __slots__ = ("_assign", "_cancel", "_end", "_tokens", "_waiter", "call_no", "started")
+    __slots__ = ("_assign", "_cancel", "_end", "_left", "_tokens", "_waiter", "call_no", "started")
 
-    def __init__(self, call_no: int, cancel: Callable[[int], None], assign: Assign | None = None) -> None:
+    def __init__(
+        self, call_no: int, most_tokens: int, cancel: Callable[[int], None], assign: Assign | None = None
+    ) -> None:
+        """`most_tokens`: what the request asks for at most."""
         self.call_no = call_no
+        self._left = most_tokens
         self._assign = assign
         # What the handoff cost; there with the first token.
         self.started: worker_pb2.DecodeStarted | None = None
@@ -101,10 +105,15 @@ class DecodeCall:
             error = surprise(exc, "a prefill worker for a preempted request")
             return worker_pb2.PrefillAssigned(attempt=attempt, refused=to_status(error))
 
-    def put(self, token: Token) -> None:
+    def put(self, token: Token) -> bool:
+        """False: it is one more than the request asks for, and is not kept."""
+        if not self._left:
+            return False
+        self._left -= 1
         self._tokens.append(token)
         if self._waiter is not None:
             self._wake()
+        return True
 
     def end(self, end: worker_pb2.DecodeFinished | GenlockError) -> None:
         self._end = end
@@ -139,7 +148,9 @@ class DecodeSession:
     def submit(self, request: worker_pb2.DecodeRequest, assign: Assign | None = None) -> DecodeCall:
         """`assign` None: once preempted, the request ends as Unavailable."""
         call_no = next(self._numbers)
-        call = self._calls[call_no] = DecodeCall(call_no, self._cancel, assign)
+        call = self._calls[call_no] = DecodeCall(
+            call_no, max(0, request.ticket.sampling.max_tokens), self._cancel, assign
+        )
         self._unsent[call_no] = request
         self._to_send.set()
         return call
@@ -150,9 +161,13 @@ class DecodeSession:
         self._fail(_cut())  # where the task was cancelled before it had begun
 
     def _cancel(self, call_no: int) -> None:
+        self._give_up(call_no, Cancelled("cancelled", "the call was cancelled on this side"))
+
+    def _give_up(self, call_no: int, error: GenlockError) -> None:
+        """Ends a request on this side, and tells the worker."""
         call = self._calls.pop(call_no, None)
         if call is not None:
-            call.end(Cancelled("cancelled", "the call was cancelled on this side"))
+            call.end(error)
             self._assigned.pop(call_no, None)
             if self._unsent.pop(call_no, None) is None:
                 self._cancels.append(call_no)
@@ -213,8 +228,8 @@ class DecodeSession:
             raise Unavailable("stream_protocol", "the decode worker's lists of requests and tokens differ in length")
         for call_no, token_id in zip(call_nos, token_ids, strict=True):
             call = calls.get(call_no)
-            if call is not None:
-                call.put(Token(token_id))
+            if call is not None and not call.put(Token(token_id)):
+                self._give_up(call_no, _too_many())
         for event in events.events:
             call = calls.get(event.call_no)
             if call is not None:
@@ -224,7 +239,10 @@ class DecodeSession:
         kind = event.WhichOneof("event")
         if kind == "tokens":
             for token in event.tokens.tokens:
-                call.put(Token(token.token_id, token.logprob, token.top))
+                logprob = token.logprob if token.HasField("logprob") else None
+                if not call.put(Token(token.token_id, logprob, token.top)):
+                    self._give_up(call.call_no, _too_many())
+                    return
             return
         if kind == "started":
             call.started = event.started
@@ -233,13 +251,19 @@ class DecodeSession:
             self._assigned[call.call_no] = call.assign(event.prefill_wanted.attempt)
             self._to_send.set()
             return
+        if kind not in ("finished", "failed"):
+            what = "the decode worker sent an event of no kind that is known here"
+            self._give_up(call.call_no, Unavailable("stream_protocol", what))
+            return
         del self._calls[call.call_no]
         if kind == "finished":
             call.end(event.finished)
-        elif kind == "failed":
-            call.end(from_status(event.failed) or GenlockError("peer_internal", "the decode worker told no reason"))
         else:
-            call.end(Unavailable("stream_protocol", "the decode worker sent an event of no kind that is known here"))
+            call.end(from_status(event.failed) or GenlockError("peer_internal", "the decode worker told no reason"))
+
+
+def _too_many() -> Unavailable:
+    return Unavailable("stream_protocol", "the decode worker sent more tokens than max_tokens")
 
 
 def _cut() -> Unavailable:

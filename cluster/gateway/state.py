@@ -127,7 +127,7 @@ class GatewayState:
 
     def ended(self, error: GenlockError | None, total_ms: float) -> None:
         """A request has ended; `error` None: well. Called once for each."""
-        _outcome, cause = self.metrics.ended(error, total_ms)
+        cause = self.metrics.ended(error, total_ms)
         self.outcomes[cause] += 1
 
     def _reading(self) -> GatewayReading:

@@ -203,7 +203,7 @@ _CODES: dict[str, tuple[str, str, str, bool]] = {
     "peer_denied": ("UNAVAILABLE", "A worker denies this process the call.", "Check tls.* of both sides.", False),
     "incarnation_changed": ("UNAVAILABLE", "The peer was restarted since it was connected.", _WORKER, True),
     "stream_cut": ("UNAVAILABLE", "The decode worker's stream ended before the answer was complete.", _WORKER, True),
-    "stream_protocol": ("UNAVAILABLE", "The decode worker sent a message that makes no sense.", _BUG, True),
+    "stream_protocol": ("UNAVAILABLE", "The decode worker told of an answer what cannot be.", _BUG, True),
     "tokens_lost": ("UNAVAILABLE", "Fewer tokens arrived than were generated.", _WORKER, True),
     "transfer_failed": ("UNAVAILABLE", "The transfer engine could not read the pages.",
                         "Send the request again; the worker's log has the engine's own words.", True),
@@ -381,6 +381,15 @@ _LIFECYCLE = frozenset(
 )
 
 
+# What a caller's mistakes begin with that are explained together.
+SHAPED = ("bad_", "unknown_", "unsupported_")
+
+
+def listed() -> frozenset[str]:
+    """The reasons that are named here, one by one."""
+    return frozenset((*_CODES, *_PLAIN_INPUT, *_LIFECYCLE))
+
+
 def codes() -> tuple[Explanation, ...]:
     """All that are explained one by one, in order of their names."""
     return tuple(Explanation(code, *_CODES[code]) for code in sorted(_CODES))
@@ -393,7 +402,7 @@ def explain(code: str) -> Explanation:
         return Explanation(name, *_CODES[name])
     if name.upper() in STATUSES:
         return _of_status(name.upper())
-    if name.startswith(("bad_", "unknown_", "unsupported_")) or name in _PLAIN_INPUT:
+    if name.startswith(SHAPED) or name in _PLAIN_INPUT:
         return Explanation(name, *_SHAPES["INVALID_ARGUMENT"])
     if name in _LIFECYCLE:
         return Explanation(name, *_SHAPES["lifecycle"])

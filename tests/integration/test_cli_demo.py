@@ -41,7 +41,7 @@ async def run_demo(*answers: tuple[bytes, ...], failed_checks: int = 0) -> int:
     settings = config()
     launcher = InProcessLauncher(build)
     code = await demonstrate(
-        settings, lambda report: Cluster(settings, launcher, load_fake, report=report), "hello", 8, "with stand-ins"
+        settings, lambda report: Cluster(settings, launcher, load_fake, report=report), "hello", 3, "with stand-ins"
     )
     assert launcher.workers == {}
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -11,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.gateway.served import StreamChecks
 from cluster.gateway.server import Gateway
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import operator_pb2
@@ -37,6 +37,7 @@ from tests.support.fake_workers import (
     tokens,
 )
 from tests.support.gateway_cluster import (
+    SCRIPTED,
     cluster,
     first_of,
     idle,
@@ -151,9 +152,9 @@ async def test_one_failed_answer_of_n_ends_all():
     ("error", "kind"),
     [
         (CorruptPage("digest_mismatch", "page is not what was sealed"), CorruptPage),
-        (NoCapacity("pool_full", "no pages", retry_after_ms=900), NoCapacity),
-        (Unavailable("prefill_lost"), Unavailable),
-        (Cancelled("gone"), Cancelled),
+        (NoCapacity("no_pages", "no pages", retry_after_ms=900), NoCapacity),
+        (Unavailable("prefill_gone"), Unavailable),
+        (Cancelled("caller_gone"), Cancelled),
         (GenlockError("internal"), GenlockError),
     ],
 )
@@ -172,7 +173,7 @@ async def test_a_cut_stream_is_never_a_clean_end():
         error = await refused(env.stub.Generate(prompt(), timeout=5))
         assert (type(error), error.reason) == (Unavailable, "stream_cut")
     # Negative control: without the check the cut answer looks complete.
-    async with cluster(say(tokens("abc")), checks=StreamChecks(require_finished=False)) as env:
+    async with cluster(say(tokens("abc")), checks=replace(SCRIPTED, require_finished=False)) as env:
         messages = await read(env.stub.Generate(prompt(), timeout=5))
         assert messages[-1].finished.usage.completion_tokens == 3
 
@@ -180,7 +181,7 @@ async def test_a_cut_stream_is_never_a_clean_end():
 async def test_lost_tokens_are_noticed():
     async with cluster(say(tokens("abc"), finished(4))) as env:
         assert (await refused(env.stub.Generate(prompt(), timeout=5))).reason == "tokens_lost"
-    async with cluster(say(tokens("abc"), finished(4)), checks=StreamChecks(require_all_tokens=False)) as env:
+    async with cluster(say(tokens("abc"), finished(4)), checks=replace(SCRIPTED, require_all_tokens=False)) as env:
         assert text_of(await read(env.stub.Generate(prompt(), timeout=5))) == "abc"
 
 

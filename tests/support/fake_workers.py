@@ -92,15 +92,13 @@ def config(**flags: object) -> Config:
 def tokens(text: str | bytes, *, top: int = -1) -> worker_pb2.DecodeEvent:
     """One tick's tokens, a byte each."""
     data = text.encode() if isinstance(text, str) else text
-    sampled = [
-        worker_pb2.SampledToken(
-            token_id=byte,
-            logprob=-0.5,
-            top=[worker_pb2.SampledLogprob(token_id=byte, logprob=-0.5)] if top > 0 else [],
-        )
-        for byte in data
-    ]
-    return worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=sampled))
+    return worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=[sampled(byte, top) for byte in data]))
+
+
+def sampled(token_id: int, top: int = -1) -> worker_pb2.SampledToken:
+    """Its log-probability and `top` alternatives are as unlikely as each other."""
+    best = [worker_pb2.SampledLogprob(token_id=(token_id + at) % VOCAB, logprob=-0.5) for at in range(top)]
+    return worker_pb2.SampledToken(token_id=token_id, logprob=-0.5, top=best)
 
 
 def finished(
@@ -149,11 +147,17 @@ def say(*events: worker_pb2.DecodeEvent | GenlockError | Awaitable[object]) -> S
 
 
 async def echo(_fake: FakeWorker, request: worker_pb2.DecodeRequest) -> AsyncIterator[worker_pb2.DecodeEvent]:
-    """Answers with the prompt's own tokens, as many as were asked for."""
-    ids = list(request.ticket.token_ids)[: request.ticket.sampling.max_tokens]
+    """Answers with the prompt's own tokens, as many as were asked for; where these are more, with an end of sequence
+    after them."""
+    most, asked = request.ticket.sampling.max_tokens, request.ticket.sampling.logprobs
+    ids = list(request.ticket.token_ids)[:most]
     for token in ids:
-        yield tokens(bytes([token]))
-    yield finished(len(ids))
+        yield tokens(bytes([token]), top=asked)
+    if len(ids) == most or request.ticket.sampling.ignore_eos:
+        yield finished(len(ids))
+        return
+    yield worker_pb2.DecodeEvent(tokens=worker_pb2.DecodeTokens(tokens=[sampled(EOS, asked)]))
+    yield finished(len(ids) + 1, inference_pb2.FINISH_REASON_STOP)
 
 
 async def hang(_fake: FakeWorker, _request: worker_pb2.DecodeRequest) -> AsyncIterator[worker_pb2.DecodeEvent]:

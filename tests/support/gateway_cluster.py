@@ -32,6 +32,8 @@ from tests.support.fake_workers import (
 from wire.calls import responses
 from wire.clocks import now_ms
 
+SCRIPTED = StreamChecks(judge_answers=False)
+
 
 def counting_bytes():
     counter = itertools.count(1)
@@ -45,11 +47,12 @@ async def cluster(
     decoders: int = 1,
     tokenizer: ByteTokenizer | None = None,
     ready: bool = True,
-    checks: StreamChecks | None = None,
+    checks: StreamChecks = SCRIPTED,
     authenticator=None,
     message_timeout_s: float = MESSAGE_TIMEOUT_S,
     **flags: object,
 ) -> AsyncIterator[SimpleNamespace]:
+    """`checks`: by default scripts may end an answer after any token; `StreamChecks()` holds them to what they can."""
     workers = [FakeWorker(f"decode-{index}", Role.DECODE, script) for index in range(decoders)]
     workers.append(FakeWorker("prefill-0", Role.PREFILL, script))
     sources = Sources(now_ms=now_ms, random_bytes=counting_bytes())

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.gateway.choice import Choice, ChoiceSpec
+from cluster.gateway.ends import Asked
 from cluster.gateway.identity import Caller
 from cluster.gateway.served import Sources, StreamChecks
 from cluster.gateway.service import InferenceService
@@ -21,7 +22,7 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import DeadlineExceeded, InvalidInput, Unavailable
 from model.sampling import SamplingParams
 from tests.support.decode_calls import ScriptedCall
-from tests.support.fake_workers import ByteTokenizer, config, served_model, tokens
+from tests.support.fake_workers import VOCAB, ByteTokenizer, config, served_model, tokens
 
 
 class Context:
@@ -108,7 +109,7 @@ async def test_a_client_that_does_not_read_meets_the_deadline():
 async def test_a_stop_string_cancels_decode_before_its_message_leaves():
     call = ScriptedCall(tokens("abSTOPc"))
     sampling = SamplingParams(stop=("STOP",))
-    spec = ChoiceSpec("r", "s", 0, True, sampling, 5)
+    spec = ChoiceSpec("r", "s", 0, True, Asked(sampling, 5, VOCAB, ()))
     seat = SimpleNamespace(worker="p", waiting=False)
     placed = SimpleNamespace(call=call, decode_worker="d", at=SimpleNamespace(seat=seat))
     choice = Choice(spec, placed, ByteTokenizer(), StreamChecks(), lambda: 1.0, 0.0, lambda _left: None)  # type: ignore[arg-type]
@@ -160,9 +161,10 @@ class Sent:
         self.state.open_decode = send
 
     async def run(self, n: int = 1) -> Unavailable | None:
+        asked = pb.GenerateRequest(text="hello", sampling_params=pb.SamplingParams(n=n, max_tokens=1))
         try:
             async with asyncio.timeout(5):
-                await self.gateway.Generate(request(n), Context(99))
+                await self.gateway.Generate(asked, Context(99))
         except Unavailable as error:
             return error
         return None

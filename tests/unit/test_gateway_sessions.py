@@ -21,10 +21,17 @@ from wire.errors import from_status
 from wire.session import Handle, Session
 
 
+def request(max_tokens: int = 9) -> worker_pb2.DecodeRequest:
+    return worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(sampling=worker_pb2.Sampling(max_tokens=max_tokens)))
+
+
 async def until(ready) -> None:
     async with asyncio.timeout(5):
         while not ready():
             await asyncio.sleep(0)
+
+
+MANY = worker_pb2.Sampling(max_tokens=500)
 
 
 class Scripted:
@@ -60,7 +67,7 @@ def finished(call_no: int, count: int) -> worker_pb2.DecodeEvent:
 async def test_tokens_reach_the_request_whose_number_they_carry_and_nobody_else():
     stream = Scripted()
     session = DecodeSession(lambda: stream, itertools.count(5))
-    one, two = (session.submit(worker_pb2.DecodeRequest()) for _ in range(2))
+    one, two = (session.submit(request()) for _ in range(2))
     stream.say([5, 6, 5, 77], [1, 2, 3, 4], [finished(77, 1), finished(5, 2)])
     stream.say([5, 6], [9, 9], [finished(6, 2), finished(5, 9)])
     assert (await told(one, 5), await told(two, 5)) == (([1, 3], None), ([2, 9], None))
@@ -81,10 +88,10 @@ async def test_a_number_is_not_used_again_when_its_request_has_gone():
     """The worker may still tell of the first: its end is on its way."""
     stream = Scripted()
     session = DecodeSession(lambda: stream, call_numbers(bytes(NUMBERS_SEED_BYTES)))
-    first = session.submit(worker_pb2.DecodeRequest())
+    first = session.submit(request())
     await until(lambda: stream.sent)
     first.cancel()
-    second = session.submit(worker_pb2.DecodeRequest())
+    second = session.submit(request())
     stream.say([first.call_no], [111], [finished(first.call_no, 1)])
     stream.say([second.call_no], [5], [finished(second.call_no, 1)])
     assert await told(second, 5) == ([5], None)
@@ -94,7 +101,7 @@ async def test_a_number_is_not_used_again_when_its_request_has_gone():
 async def test_a_request_that_was_cancelled_hears_nothing_more_and_the_worker_hears_of_it_once():
     stream = Scripted()
     session = DecodeSession(lambda: stream, itertools.count(5))
-    call = session.submit(worker_pb2.DecodeRequest())
+    call = session.submit(request())
     waiting = asyncio.create_task(told(call, 5))
     await until(lambda: stream.sent)
     call.cancel()
@@ -123,7 +130,7 @@ async def test_a_question_is_answered_by_its_own_request_and_a_refusal_or_a_surp
 
     session = DecodeSession(lambda: stream, itertools.count(1))
     for assign in (name, refuse, break_down, None):
-        session.submit(worker_pb2.DecodeRequest(), assign)
+        session.submit(request(), assign)
     await until(lambda: len(stream.sent) == 4)
     wanted = [
         worker_pb2.DecodeEvent(call_no=number, prefill_wanted=worker_pb2.PrefillWanted(attempt=9))
@@ -147,8 +154,8 @@ async def test_a_question_of_a_cancelled_request_is_not_answered():
     stream = Scripted()
     stream.connected.clear()
     session = DecodeSession(lambda: stream, itertools.count(5))
-    call = session.submit(worker_pb2.DecodeRequest(), lambda attempt: worker_pb2.PrefillAssigned(attempt=attempt))
-    session.submit(worker_pb2.DecodeRequest())
+    call = session.submit(request(), lambda attempt: worker_pb2.PrefillAssigned(attempt=attempt))
+    session.submit(request())
     stream.say(events=[worker_pb2.DecodeEvent(call_no=5, prefill_wanted=worker_pb2.PrefillWanted(attempt=1))])
     for _ in range(5):
         await asyncio.sleep(0)
@@ -165,7 +172,7 @@ async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
     stream = Scripted()
     stream.connected.clear()
     session = DecodeSession(lambda: stream, itertools.count(5))
-    calls = [session.submit(worker_pb2.DecodeRequest()) for _ in range(2)]
+    calls = [session.submit(request()) for _ in range(2)]
     for _ in range(5):
         await asyncio.sleep(0)
     calls[0].cancel()
@@ -181,7 +188,7 @@ async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
 async def test_the_end_of_a_session_ends_every_request_typed(how: str):
     stream = Scripted()
     session = DecodeSession(lambda: stream, itertools.count(1))
-    calls = [session.submit(worker_pb2.DecodeRequest()) for _ in range(2)]
+    calls = [session.submit(request()) for _ in range(2)]
     if how == "close at once":
         await session.close()
     stream.say([1, 2], [7, 8])
@@ -211,7 +218,7 @@ async def test_the_end_of_a_session_ends_every_request_typed(how: str):
 async def test_what_gathers_leaves_as_one_with_log_probabilities():
     stream = Scripted()
     session = DecodeSession(lambda: stream, itertools.count(5))
-    call = session.submit(worker_pb2.DecodeRequest())
+    call = session.submit(request())
     event = worker_pb2.DecodeEvent(call_no=5)
     event.tokens.tokens.add(token_id=3, logprob=-0.5, top=[worker_pb2.SampledLogprob(token_id=3, logprob=-0.5)])
     stream.say([5, 5], [1, 2], [event])
@@ -221,6 +228,25 @@ async def test_what_gathers_leaves_as_one_with_log_probabilities():
     assert end is None
     assert tokens[:2] == [Token(1), Token(2)]
     assert (tokens[2].token_id, tokens[2].logprob, tokens[2].top[0].token_id) == (3, -0.5, 3)
+    await session.close()
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_a_worker_that_tells_more_than_was_asked_for_fills_no_memory_and_is_told_to_stop(logprobs: bool):
+    stream = Scripted()
+    session = DecodeSession(lambda: stream, itertools.count(5))
+    call, other = session.submit(request(3)), session.submit(request(3))
+    await until(lambda: len(stream.sent) == 2)
+    event = worker_pb2.DecodeEvent(call_no=5)
+    for at in range(1000 if logprobs else 0):
+        event.tokens.tokens.add(token_id=at, logprob=-0.5)
+    stream.say([5, 6] if logprobs else [5] * 1000 + [6], list(range(2 if logprobs else 1001)), [event])
+    stream.say([6], [8], [finished(6, 2)])
+    tokens, error = await told(call, 5)
+    assert (len(tokens), error.reason) == (3, "stream_protocol")
+    assert (await told(other, 5))[1] is None, "its neighbour goes on"
+    await until(lambda: len(stream.sent) == 3)
+    assert (stream.sent[2].call_no, stream.sent[2].WhichOneof("command")) == (5, "cancel")
     await session.close()
 
 
@@ -273,9 +299,10 @@ async def test_many_requests_share_a_call_and_each_gets_its_own():
         async def one(number: int) -> None:
             prompt = [1000 * number + at for at in range(rng.randrange(1, 30))]
             fails_after = rng.choice((0, 0, 4))
-            request = worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=prompt), left_ms=fails_after)
+            ticket = worker_pb2.Ticket(token_ids=prompt, sampling=MANY)
+            asked = worker_pb2.DecodeRequest(ticket=ticket, left_ms=fails_after)
             await asyncio.sleep(rng.random() * 0.02)
-            call = session.submit(request)
+            call = session.submit(asked)
             if rng.random() < 0.2:
                 await asyncio.sleep(0.002)
                 call.cancel()
@@ -289,7 +316,7 @@ async def test_many_requests_share_a_call_and_each_gets_its_own():
         await asyncio.gather(*(one(number) for number in range(200)))
         assert echo.sessions == 1
         assert {"ok", "stale_tag", "no_pages", "cancelled"} == set(outcomes)
-        last = session.submit(worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=[5] * 500)))
+        last = session.submit(worker_pb2.DecodeRequest(ticket=worker_pb2.Ticket(token_ids=[5] * 500, sampling=MANY)))
         await last.next()
         await server.stop(0)
         _tokens, error = await told(last, 5)

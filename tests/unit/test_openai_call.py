@@ -17,6 +17,7 @@ from genlock.v1 import worker_pb2
 from kvstore.errors import StalePage
 from tests.support.decode_calls import ScriptedCall
 from tests.support.fake_workers import config, finished, served_model, tokens
+from tests.support.gateway_cluster import SCRIPTED
 
 BODY = {"model": "toy", "prompt": "hello"}
 JSON = ((b"content-type", b"application/json"),)
@@ -62,7 +63,10 @@ class Client:
 
 def make_state(calls: list[ScriptedCall], **flags: object) -> GatewayState:
     state = GatewayState(
-        config(**flags), served_model(), Sources(now_ms=lambda: 1.0, random_bytes=lambda count: b"\x01" * count)
+        config(**flags),
+        served_model(),
+        Sources(now_ms=lambda: 1.0, random_bytes=lambda count: b"\x01" * count),
+        checks=SCRIPTED,
     )
     for role in Role:
         state.add_worker(f"{role.value}-0", role, "127.0.0.1:1")
