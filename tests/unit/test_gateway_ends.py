@@ -134,7 +134,7 @@ def test_log_probabilities_are_as_many_as_were_asked_for_and_are_some(token: Tok
     else:
         with pytest.raises(Unavailable, match="cannot be"):
             one.tokens(Told(), [token])
-    assert judge(max_tokens=1).tokens(Told(), [token]).count == 1, "who did not ask is shown none"
+    assert judge(max_tokens=1).tokens(Told(), [token]).number == 1, "who did not ask is shown none"
 
 
 def test_reasons_that_a_worker_makes_up_are_one_cause_and_hide_no_other():
