@@ -23,6 +23,7 @@ from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket, finish_reason
 from wire.admission import Admission
+from wire.causes import Causes
 from wire.errors import surprise
 from wire.load import LoadTally
 from wire.matchers import matcher_for
@@ -126,7 +127,7 @@ class DecodeEngine:
         self._aio: asyncio.AbstractEventLoop | None = None
         self._steps = 0
         self._tokens = 0
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes = Causes()
         self.tally = StepTally()
         self.load = LoadTally()
         self.refused = RefusedTally()
@@ -205,7 +206,7 @@ class DecodeEngine:
         core = self.core
         return DecodeFacts(
             core.waiting, core.running, self._steps, self._tokens, self._receiver.unproved_transfers,
-            dict(self._outcomes),
+            self._outcomes.read(),
         )  # fmt: skip
 
     # --- on the step thread -------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class DecodeEngine:
                 self._tokens += 1
                 live.sink(outcome.token)
             elif isinstance(outcome, Preempted):
-                self._outcomes["preempted"] += 1
+                self._outcomes.add("preempted")
                 live.trail.enter("queue")
             else:
                 self._finish(outcome, live)
@@ -271,11 +272,11 @@ class DecodeEngine:
         if live.handoff is not None:
             live.handoff.cancel()  # also one whose coroutine has not begun; no effect on one that is over
         if isinstance(outcome, Finished):
-            self._outcomes["ok"] += 1
+            self._outcomes.add("ok")
             live.trail.end(tokens=outcome.completion_tokens)
             live.sink(Ended(outcome, live.facts))
         else:
-            self._outcomes[outcome.error.reason] += 1
+            self._outcomes.add(outcome.error.reason)
             live.trail.end(outcome.error.reason)
             live.sink(outcome.error)
 

@@ -23,8 +23,10 @@ from kvstore.guard import Guard
 from kvstore.receive import PageOrder, PageReceiver
 from kvstore.transfer.base import Peer, PoolExport
 from model.sampler import SampledToken
+from model.ticket import Ticket
 from wire.calls import answer
 from wire.convert import (
+    count_from_proto,
     descriptor_from_proto,
     duration_from_proto,
     export_from_proto,
@@ -206,7 +208,7 @@ class _Attempt:
         error: GenlockError | None = None
         try:
             async for raw in self._messages(call):
-                event = _event(raw, self._shared.vocab_size)
+                event = _event(raw, self._start.ticket, self._shared.vocab_size)
                 if event is None:
                     continue
                 order = self._rules.on_event(event)
@@ -319,7 +321,7 @@ class _Attempt:
         )
 
 
-def _event(message: worker_pb2.HandoffEvent, vocab_size: int) -> HandoffEvent[SampledToken] | None:
+def _event(message: worker_pb2.HandoffEvent, ticket: Ticket, vocab_size: int) -> HandoffEvent[SampledToken] | None:
     """None for kinds that a later version may add, and for the farewell. Raises InvalidInput for what no prefill worker
     says."""
     kind = message.WhichOneof("event")
@@ -330,10 +332,11 @@ def _event(message: worker_pb2.HandoffEvent, vocab_size: int) -> HandoffEvent[Sa
         return PagePromised(message.handoff_id, descriptor_from_proto(message.page))
     if kind == "completed":
         done = message.completed
-        first = first_token_from_proto(done.first_token, vocab_size)
+        first = first_token_from_proto(done.first_token, vocab_size, ticket.sampling.logprobs)
+        cached = count_from_proto(done.cached_tokens, len(ticket.token_ids), "completed.cached_tokens")
         queue_ms = duration_from_proto(done.queue_ms, "completed.queue_ms")
         prefill_ms = duration_from_proto(done.prefill_ms, "completed.prefill_ms")
-        return Completed(message.handoff_id, done.page_count, first, queue_ms, prefill_ms, max(0, done.cached_tokens))
+        return Completed(message.handoff_id, done.page_count, first, queue_ms, prefill_ms, cached)
     return None
 
 

@@ -9,7 +9,7 @@ from kvstore.header import KEY_BYTES
 from kvstore.ids import PageRef, Tag
 from kvstore.transfer.base import PoolExport
 from model.base import ModelInfo
-from model.sampler import MAX_LOGPROBS, SampledToken, validate
+from model.sampler import SampledToken, validate
 from model.sampling import SamplingParams
 from model.ticket import FinishReason, Ticket
 
@@ -139,18 +139,28 @@ def token_from_proto(message: worker_pb2.SampledToken) -> SampledToken:
     )
 
 
-def first_token_from_proto(message: worker_pb2.SampledToken, vocab_size: int) -> SampledToken:
-    """A token that another worker sampled. Raises InvalidInput: an id outside the vocabulary, a log-probability that is
-    no number, more alternatives than may be asked for."""
+def first_token_from_proto(message: worker_pb2.SampledToken, vocab_size: int, asked: int) -> SampledToken:
+    """A token that another worker sampled. `asked`: the sampling's logprobs. Raises InvalidInput: an id outside the
+    vocabulary, a log-probability that is no number, other log-probabilities than were asked for."""
     ids = (message.token_id, *(entry.token_id for entry in message.top))
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise InvalidInput("token_out_of_range", "a token id is outside the vocabulary", field="first_token.token_id")
     logprobs = (message.logprob, *(entry.logprob for entry in message.top))
-    if len(message.top) > MAX_LOGPROBS or not all(value < 0.01 for value in logprobs):
+    as_asked = message.HasField("logprob") is (asked >= 0) and len(message.top) == min(max(0, asked), vocab_size)
+    if not as_asked or not all(value < 0.01 for value in logprobs):
         raise InvalidInput(
-            "bad_logprobs", "log-probabilities must be numbers up to 0, and few", field="first_token.logprob"
+            "bad_logprobs",
+            "log-probabilities must be numbers up to 0, as many as asked for",
+            field="first_token.logprob",
         )
     return token_from_proto(message)
+
+
+def count_from_proto(value: int, most: int, field: str) -> int:
+    """A count that another worker told. Raises InvalidInput naming `field` unless 0 to `most`."""
+    if not 0 <= value <= most:
+        raise InvalidInput("bad_count", f"{field} must be 0 to {most}, is {value}", field=field)
+    return value
 
 
 def duration_from_proto(value: float, field: str) -> float:

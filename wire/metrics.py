@@ -19,10 +19,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from genlock.v1 import worker_pb2
+from wire.causes import MAX_CAUSES, OTHER
 from wire.tally import StepReading, TallyReading
 
-MAX_CAUSES = 128
-OTHER = "other"
 OK = "ok"
 COMPARED = "compared"
 # Outcomes of workers that end no request.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from genlock.v1 import worker_pb2 as worker
 from kvstore.errors import InvalidInput, Unavailable
@@ -41,11 +41,10 @@ class Asked:
     eos_token_ids: Collection[int]
 
 
-@dataclass(frozen=True)
-class Told:
-    """The tokens of an answer so far: how many, and whether the last one ended it."""
+class Told(NamedTuple):
+    """The tokens of an answer so far: how many, and whether the last one ended it. One is made for every token."""
 
-    count: int = 0
+    number: int = 0
     ended: FinishReason | None = None
 
 
@@ -66,9 +65,10 @@ class EndJudge:
         """`told` and the tokens that follow. Every token of every answer passes here: keep it short."""
         if not tokens:
             return told
-        asked, count = self.asked, told.count
-        if told.ended is not None:
-            raise _cannot_be(f"a token after the one that ended the answer ({told.ended})")
+        count, ended = told
+        if ended is not None:
+            raise _cannot_be(f"a token after the one that ended the answer ({ended})")
+        asked = self.asked
         most, wants_logprobs = asked.sampling.max_tokens, asked.sampling.logprobs >= 0
         for token in tokens:
             if not 0 <= token.token_id < asked.vocab_size:
@@ -78,8 +78,8 @@ class EndJudge:
         count += len(tokens)
         if count > most:
             raise _cannot_be(f"more than max_tokens = {most} tokens")
-        if not self._ends.isdisjoint([token.token_id for token in tokens[:-1]]):
-            self._none_ends(told.count, tokens[:-1])
+        if len(tokens) > 1:
+            self._none_ends(told.number, tokens[:-1])
         last = tokens[-1].token_id
         if count < most and last not in self._ends:
             return Told(count)
@@ -91,7 +91,7 @@ class EndJudge:
         if reason is None or reason is not told.ended:
             says = "no known reason" if reason is None else f"the reason {reason.value}"
             means = "which does not end it" if told.ended is None else f"which end it as {told.ended.value}"
-            raise _cannot_be(f"{says} after {told.count} tokens, {means}")
+            raise _cannot_be(f"{says} after {told.number} tokens, {means}")
         if finished.preemptions < 0:
             raise _cannot_be("a negative number of preemptions")
         done = finished.verification
@@ -111,6 +111,8 @@ class EndJudge:
 
     def _none_ends(self, count: int, tokens: Sequence[Sampled]) -> None:
         asked = self.asked
+        if self._ends.isdisjoint([token.token_id for token in tokens]):
+            return
         for at, token in enumerate(tokens, count + 1):
             ended = finish_reason(token.token_id, at, asked.sampling, asked.eos_token_ids)
             if ended is not None:

@@ -20,7 +20,8 @@ from cluster.operators.explain import SHAPED, listed
 from cluster.roles import Role
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import GenlockError
-from wire.metrics import MAX_CAUSES, OTHER, build_info, new_registry
+from wire.causes import MAX_CAUSES, OTHER
+from wire.metrics import build_info, new_registry
 from wire.metrics_http import Target
 
 OK = "ok"

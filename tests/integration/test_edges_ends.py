@@ -269,7 +269,10 @@ async def test_a_prefill_that_breaks_the_protocol_ends_that_request_alone(lab, k
     await require_served(lab)
 
 
-@pytest.mark.parametrize("kind", ["token outside", "negative token", "no time", "no incarnation", "no key"])
+@pytest.mark.parametrize("kind", [
+    "token outside", "negative token", "no time", "no incarnation", "no key", "cached too much", "cached below none",
+    "log-probabilities",
+])  # fmt: skip
 async def test_what_prefill_says_is_never_the_callers_mistake(lab, kind):
     """Fields that cannot be: the request ends as one that its prefill worker failed, and nothing is left behind."""
     victim = lab.subject.prompt("malformed", PAGES * PAGE_TOKENS)
@@ -285,6 +288,12 @@ async def test_what_prefill_says_is_never_the_callers_mistake(lab, kind):
                 message.completed.first_token.token_id = -1
             elif kind == "no time":
                 message.completed.prefill_ms = float("nan")
+            elif kind == "cached too much":
+                message.completed.cached_tokens = PAGES * PAGE_TOKENS + 1
+            elif kind == "cached below none":
+                message.completed.cached_tokens = -1
+            elif kind == "log-probabilities":  # nobody asked for any
+                message.completed.first_token.logprob = -0.5
         elif which == "accepted" and kind == "no incarnation":
             message.accepted.pool.incarnation = 0
         elif which == "page" and kind == "no key":

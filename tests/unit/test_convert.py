@@ -20,6 +20,7 @@ from model.sampler import SampledToken
 from model.sampling import SamplingParams
 from model.ticket import FinishReason, Ticket
 from wire.convert import (
+    count_from_proto,
     descriptor_from_proto,
     descriptor_to_proto,
     duration_from_proto,
@@ -214,19 +215,45 @@ def test_a_bad_descriptor_is_refused(name, value, field):
         ({"logprob": math.nan}, "first_token.logprob"),
         ({"logprob": math.inf}, "first_token.logprob"),
         ({"top": [worker_pb2.SampledLogprob(token_id=1, logprob=math.nan)]}, "first_token.logprob"),
-        ({"top": [worker_pb2.SampledLogprob(token_id=1)] * 21}, "first_token.logprob"),
     ],
 )
 def test_a_first_token_that_no_model_sampled_is_refused(change: dict, field: str):
     message = worker_pb2.SampledToken(**{"token_id": 4, "logprob": -1.0, **change})
     with pytest.raises(InvalidInput) as caught:
-        first_token_from_proto(over_the_wire(message), VOCAB)
+        first_token_from_proto(over_the_wire(message), VOCAB, len(message.top))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("logprob", "top", "asked", "right"),
+    [
+        (None, 0, -1, True), (-1.0, 0, 0, True), (-1.0, 2, 2, True), (-1.0, VOCAB, VOCAB + 1, True),
+        (-1.0, 0, -1, False), (None, 1, -1, False), (None, 0, 0, False), (-1.0, 1, 0, False), (-1.0, 1, 2, False),
+        (-1.0, 3, 2, False), (None, 2, 2, False),
+    ],
+)  # fmt: skip
+def test_a_first_token_has_the_log_probabilities_that_were_asked_for(logprob, top: int, asked: int, right: bool):
+    message = token_to_proto(SampledToken(4, logprob, tuple((at, -1.0) for at in range(top))))
+    if right:
+        assert len(first_token_from_proto(over_the_wire(message), VOCAB, asked).top) == top
+    else:
+        with pytest.raises(InvalidInput, match="as many as asked for"):
+            first_token_from_proto(over_the_wire(message), VOCAB, asked)
+
+
+@pytest.mark.parametrize(("value", "right"), [(0, True), (5, True), (6, False), (-1, False), (1 << 30, False)])
+def test_a_count_that_cannot_be_is_refused(value: int, right: bool):
+    if right:
+        assert count_from_proto(value, 5, "x") == value
+    else:
+        with pytest.raises(InvalidInput) as caught:
+            count_from_proto(value, 5, "x")
+        assert caught.value.field == "x"
 
 
 def test_a_first_token_comes_back_as_it_went():
     token = SampledToken(VOCAB - 1, 0.0, ((0, -0.5), (1, -math.inf)))
-    assert first_token_from_proto(over_the_wire(token_to_proto(token)), VOCAB) == token
+    assert first_token_from_proto(over_the_wire(token_to_proto(token)), VOCAB, len(token.top)) == token
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e300])

@@ -16,8 +16,8 @@ from kvstore.errors import GenlockError, Unavailable
 from model.sampling import SamplingParams
 from model.ticket import FinishReason, finish_reason
 from tests.support.fake_workers import EOS, VOCAB
+from wire.causes import MAX_CAUSES, Causes
 from wire.convert import finish_to_proto
-from wire.metrics import MAX_CAUSES
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 
@@ -134,7 +134,7 @@ def test_log_probabilities_are_as_many_as_were_asked_for_and_are_some(token: Tok
     else:
         with pytest.raises(Unavailable, match="cannot be"):
             one.tokens(Told(), [token])
-    assert judge(max_tokens=1).tokens(Told(), [token]).count == 1, "who did not ask is shown none"
+    assert judge(max_tokens=1).tokens(Told(), [token]).number == 1, "who did not ask is shown none"
 
 
 def test_reasons_that_a_worker_makes_up_are_one_cause_and_hide_no_other():
@@ -145,3 +145,14 @@ def test_reasons_that_a_worker_makes_up_are_one_cause_and_hide_no_other():
     assert len(shaped) <= MAX_CAUSES
     assert {metrics.ended(GenlockError(reason), 1.0) for reason in listed()} == listed()
     assert metrics.ended(None, 1.0) == "ok"
+
+
+def test_a_worker_keeps_a_bounded_number_of_causes_that_peers_made_up():
+    causes = Causes()
+    for at in range(3 * MAX_CAUSES):
+        causes.add("ok")
+        causes.add(f"invented_{at}")
+    kept = causes.read()
+    assert len(kept) == MAX_CAUSES + 1
+    assert (kept["ok"], sum(kept.values())) == (3 * MAX_CAUSES, 6 * MAX_CAUSES)
+    assert kept["other"] == 2 * MAX_CAUSES + 1

@@ -26,8 +26,9 @@ from kvstore.errors import (
 )
 from kvstore.leases import LeaseTable
 from tests.support.scrape import Scrape, get
+from wire.causes import MAX_CAUSES
 from wire.logs import JsonFormatter, TextFormatter, configure
-from wire.metrics import MAX_CAUSES, bounded, verification
+from wire.metrics import bounded, verification
 from wire.metrics_http import MAX_CONNECTIONS, MetricsServer, Target, reachable
 from wire.tally import StepTally, Tally
 from wire.tracing import NO_SPAN, NO_TRACER, Trail, current_request, incoming, make_tracer
