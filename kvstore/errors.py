@@ -40,11 +40,14 @@ class GenlockError(Exception):
         super().__init__(self.message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.reason, self.message, self.field))
+        # A copy, also in another process, has all that the original had, what a subclass adds as well.
+        return (_rebuild, (type(self), self.reason, self.message, dict(self.__dict__)))
 
 
-def _rebuild(kind: type[GenlockError], reason: str, message: str, field: str) -> GenlockError:
-    return kind(reason, message, field=field)
+def _rebuild(kind: type[GenlockError], reason: str, message: str, more: dict[str, object]) -> GenlockError:
+    error = kind(reason, message)
+    error.__dict__.update(more)
+    return error
 
 
 class InvalidInput(GenlockError):
