@@ -196,7 +196,7 @@ def _found(record: controls.Record) -> str:
     lines = [
         "## Found here",
         "",
-        "Faults of Genlock itself that simulator, chaos, fuzzers and measurements found, each with the test that would show",
+        "Faults of Genlock itself that simulator, chaos, fuzzers, reviews and measurements found, each with the test that would show",
         "it again. The last column: what the suite sees when the repair is undone.",
         "",
         "| fault | found by | what happened | what it is now | shown by | without the repair |",
