@@ -16,7 +16,7 @@ demo: $(STAMP) ## start a local cluster, answer a prompt (PROMPT="..."), print w
 
 test: $(DEV_STAMP) ## the whole test suite
 	@echo "== Running the tests"
-	@$(BIN)/python -m pytest -q
+	@.ci/tests
 
 docs: $(DEV_STAMP) ## regenerate the references of API and settings, and the list of files, in docs/
 	$(BIN)/python .ci/list_files

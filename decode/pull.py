@@ -144,6 +144,7 @@ class _Attempt:
         self._arrived = asyncio.Event()
         self._completion = asyncio.Event()
         self._completed_ms = 0
+        self._over = False  # the answer has ended: no other batch is pulled
         self._peer: Peer | None = None
 
     async def run(self, deliver: Callable[[HandoffResult], None]) -> None:
@@ -164,6 +165,7 @@ class _Attempt:
             except InvalidInput as error:
                 # What prefill said is not the caller's input.
                 raise Unavailable("prefill_malformed", f"prefill's answer cannot be read: {error.message}") from error
+            await self._settled(puller)
             await self._release(call, reader, renewer, suspect=False)
         finally:
             for task in tasks:
@@ -185,6 +187,13 @@ class _Attempt:
                     return
         finally:
             completion.cancel()
+
+    async def _settled(self, puller: asyncio.Task[None]) -> None:
+        """Where the first token ended the answer, pages may still be on their way. Released under their pull, they
+        would be refused as stale, and counted as a failed check where nothing failed."""
+        self._over = True
+        self._arrived.set()
+        await asyncio.wait([puller], timeout=self._shared.transfer_timeout_ms / 1000)
 
     async def _write(self, call: Any, command: worker_pb2.PrefillCommand) -> None:
         try:
@@ -242,9 +251,11 @@ class _Attempt:
         loop = asyncio.get_running_loop()
         span, cause = cast(Span, NO_SPAN), "cancelled"
         try:
-            while not self._rules.ready:
+            while not self._rules.ready and not self._over:
                 await self._arrived.wait()
                 self._arrived.clear()
+                if self._over:
+                    break
                 batch, self._orders = tuple(self._orders), []
                 if batch:
                     if span is NO_SPAN:  # from the first pull on

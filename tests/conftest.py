@@ -20,3 +20,19 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
+
+
+# So many new objects since the last collection, and the time between two tests is used for one.
+COLLECT_AFTER = 200_000
+
+
+def pytest_runtest_setup() -> None:
+    """The collector runs between tests alone. With native libraries of many kinds in one process (gRPC's loop for each
+    test, NIXL, Mooncake, Triton's and numba's compilers) a collection on whatever thread is just allocating was seen to
+    meet an object that was none, and the process was gone with all results. No program of ours has all of them."""
+    gc.disable()
+
+
+def pytest_runtest_logfinish() -> None:
+    if gc.get_count()[0] > COLLECT_AFTER:
+        gc.collect()

@@ -19,6 +19,8 @@ from kvstore.receipt import ExpectedPages
 from kvstore.receive import PageOrder
 from kvstore.transfer.faults import BitFlip, Ending, TransferFaults
 from model.sampler import SampledToken
+from model.sampling import SamplingParams
+from model.ticket import Ticket
 from tests.fuzz.layer import Finding, Layer, reason_of
 from tests.fuzz.mutate import INTS as ANY_INTS
 from tests.fuzz.mutate import mutated
@@ -29,6 +31,7 @@ INTS = tuple(n for n in ANY_INTS if -(1 << 63) <= n < 1 << 63)  # what the wire 
 HANDOFF, TICKET_ID = b"h" * 16, b"t" * 16
 PAGES = 3
 VOCAB = 300
+TICKET = Ticket(TICKET_ID, "acme", tuple(range(PAGES * T)), SamplingParams(), "revision", "tokenizer")
 WORLD_CASES = 400
 # Of the others nothing could be read afterwards; they have tests of their own.
 ENDINGS = tuple(ending for ending in Ending if ending not in (Ending.DROP, Ending.PEER_LOSS))
@@ -71,7 +74,7 @@ class Events:
         orders: list[PageOrder] = []
         try:
             for message in self._stream(rng):
-                event = _event(message, VOCAB)
+                event = _event(message, TICKET, VOCAB)
                 order = None if event is None else self._feed(rules, event)
                 if order is not None:
                     orders.append(order)
@@ -79,6 +82,8 @@ class Events:
                         rules.verified((order,))
             if rules.completed is not None and not 0 <= rules.completed.first.token_id < VOCAB:
                 raise Finding("the first token is outside the vocabulary")
+            if rules.completed is not None and rules.completed.cached_tokens > PAGES * T:
+                raise Finding("more cached tokens than the prompt has")
             rules.on_end(rng.choice((None, Cancelled("cancelled", "the peer says so"))))
             outcome = "ready" if rules.ready else "complete"
         except GenlockError as error:
