@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import time
 
 import pytest
 
@@ -94,6 +95,35 @@ async def test_the_first_token_that_ends_the_answer_does_not_wait_for_pages(lab)
         assert seen.finished().verification.pages_received == 0
     finally:
         let_go.set()
+
+
+async def test_the_lease_of_an_answer_that_has_ended_is_kept_while_its_pages_are_pulled(lab, monkeypatch):
+    """Released under their pull, pages may move on before their tags are read: a healthy answer then counts as a failed
+    check, which an alert is for."""
+    engine, under_way = lab.decode.engine._receiver._engine, [0]
+    read_tags = engine.read_tags
+
+    def slow(peer, timeout_ms):
+        under_way[0] += 1
+        try:
+            time.sleep(0.4)
+            return read_tags(peer, timeout_ms)
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(engine, "read_tags", slow)
+    prompt = lab.subject.prompt("one", 40)
+    seen = await asyncio.wait_for(lab.see(prompt, max_tokens=1), 20)
+    require_answer(lab, seen, prompt, max_tokens=1)
+    leases, held = lab.prefill.engine.core.leases, []
+    while under_way[0]:
+        held.append(len(leases))
+        await asyncio.sleep(0.02)
+    assert held, "the answer waited for its pages"
+    assert set(held) == {1}
+    async with asyncio.timeout(10):
+        while len(leases):
+            await asyncio.sleep(0.02)
 
 
 async def test_ends_by_stop_token_min_tokens_and_ignored_eos(lab):
