@@ -42,6 +42,9 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 1024
 MAX_FIELD_CHARS = 256
 
+# How grpc's own words begin for a message over the limit: the one refusal for which coming again is no use.
+_TOO_LARGE = "message larger than max"
+
 # What a status means when it carries no details of ours: the class and the reason.
 _TRANSPORT: dict[grpc.StatusCode, tuple[type[GenlockError], str]] = {
     grpc.StatusCode.UNAVAILABLE: (Unavailable, "peer_unreachable"),
@@ -144,6 +147,10 @@ def _typed(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, st
             typed = from_status(status)
             if typed is not None:
                 return typed
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
+        return InvalidInput(
+            "body_too_large", f"the message is larger than its receiver takes: {message}", field="request"
+        )
     kind, reason = _TRANSPORT.get(code, (GenlockError, "peer_internal"))
     return kind(reason, f"peer answered {code.name}: {message}" if message else f"peer answered {code.name}")
 

@@ -42,11 +42,14 @@ def command(
 ) -> int:  # fmt: skip
     """Answers TEXT; `-` reads it from stdin. The answer goes to stdout, what it took to stderr."""
     from cluster.cli.client import run_async
+    from kvstore.errors import InvalidInput
     from wire.options import MAX_MESSAGE_BYTES
 
     if text == "-":
         # No longer message is sent.
         text = read_input(text, FileReader("bad_prompt", "text", MAX_MESSAGE_BYTES))
+        if not text.strip():
+            raise InvalidInput("empty_prompt", "nothing came on stdin", field="text")
     request = make_request(text, chat=chat, system=system, stream=stream and output == "text", **params)
     run_async(_generate(endpoint_or_default(endpoint), token, timeout_s, request, output))
     return 0

@@ -173,7 +173,7 @@ def check_request_id(request_id: str) -> None:
 
 def check_model(name: str, model: ModelLimits) -> None:
     if name and name not in (model.name, *model.aliases):
-        raise _bad("unknown_model", "model", f"{name[:80]!r} is not served here; use {model.name!r} or leave it empty")
+        raise _bad("unknown_model", "model", f"{name[:80]!r} is not served here; use {model.name!r}")
 
 
 def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelLimits, limits: ApiConfig) -> Prompt:

@@ -381,6 +381,9 @@ _LIFECYCLE = frozenset(
 )
 
 
+# What the HTTP door calls some reasons, after OpenAI's API.
+_ALIASES = MappingProxyType({"model_not_found": "unknown_model", "invalid_api_key": "bad_credential"})
+
 # What a caller's mistakes begin with that are explained together.
 SHAPED = ("bad_", "unknown_", "unsupported_")
 
@@ -397,7 +400,8 @@ def codes() -> tuple[Explanation, ...]:
 
 def explain(code: str) -> Explanation:
     """Raises NotFound (`unknown_code`) with the nearest names."""
-    name = code.strip()
+    name = code.strip().lower()
+    name = _ALIASES.get(name, name)
     if name in _CODES:
         return Explanation(name, *_CODES[name])
     if name.upper() in STATUSES:
@@ -408,7 +412,9 @@ def explain(code: str) -> Explanation:
         return Explanation(name, *_SHAPES["lifecycle"])
     near = difflib.get_close_matches(name, [*_CODES, *_PLAIN_INPUT], n=3)
     hint = f"; near: {', '.join(near)}" if near else ""
-    raise NotFound("unknown_code", f"no error has the reason {name[:64]!r}{hint}", field="code")
+    raise NotFound(
+        "unknown_code", f"no error has the reason {name[:64]!r}{hint}; `genlock explain` lists all", field="code"
+    )
 
 
 def _of_status(status: str) -> Explanation:

@@ -129,3 +129,10 @@ def test_an_unknown_code_names_near_ones() -> None:
 def test_http_statuses_are_those_that_the_door_answers() -> None:
     assert explain("header_mismatch").http_status == http_status(StalePage("header_mismatch")) == 500
     assert explain("unknown_model").http_status == http_status(InvalidInput("unknown_model")) == 404
+
+
+@pytest.mark.parametrize(("asked", "means"), [
+    ("model_not_found", "unknown_model"), ("invalid_api_key", "bad_credential"), (" Digest_Mismatch ", "digest_mismatch"),
+])  # fmt: skip
+def test_names_of_the_http_door_and_other_spellings_are_known(asked: str, means: str) -> None:
+    assert explain(asked) == explain(means)

@@ -155,3 +155,14 @@ def test_internal_surprises_do_not_quote_their_text():
     stale = StalePage("stale")
     assert as_genlock_error(stale) is stale
     assert type(as_genlock_error(asyncio.CancelledError())) is Cancelled
+
+
+def test_a_message_that_is_too_large_is_its_senders_mistake():
+    """grpc's status for it is that of a server without room, for which a caller would come again."""
+    told = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(),
+        "SERVER: Received message larger than max (10000027 vs. 4194304)",
+    )  # fmt: skip
+    error = from_rpc(told)
+    assert isinstance(error, InvalidInput)
+    assert error.reason == "body_too_large"
