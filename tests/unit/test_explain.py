@@ -132,7 +132,9 @@ def test_http_statuses_are_those_that_the_door_answers() -> None:
 
 
 @pytest.mark.parametrize(("asked", "means"), [
-    ("model_not_found", "unknown_model"), ("invalid_api_key", "bad_credential"), (" Digest_Mismatch ", "digest_mismatch"),
+    ("model_not_found", "unknown_model"),
+    ("invalid_api_key", "bad_credential"),
+    (" Digest_Mismatch ", "digest_mismatch"),
 ])  # fmt: skip
 def test_names_of_the_http_door_and_other_spellings_are_known(asked: str, means: str) -> None:
     assert explain(asked) == explain(means)
