@@ -182,8 +182,8 @@ def test_what_a_gateway_tells_has_its_own_code(gateway, args, error: GenlockErro
 
 
 NOT_REACHED = {
-    "controller_not_serving", "controller_silent", "controller_unreachable", "kube_unreachable", "no_controller",
-    "peer_unreachable", "registry_unreachable",
+    "controller_not_serving", "controller_silent", "controller_unreachable", "gateways_unreached",
+    "kube_unreachable", "no_controller", "peer_unreachable", "registry_unreachable",
 }  # fmt: skip
 # Of one request, told by a gateway that was reached.
 OF_A_REQUEST = {"prefill_unreachable"}
