@@ -8,6 +8,7 @@ that asked, and for no other: how soon an answer comes tells nobody which schema
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import itertools
 from collections import OrderedDict
@@ -101,7 +102,7 @@ class SchemaCheck:
         key = (tenant, hashlib.blake2b(schema.encode(), digest_size=16).digest())
         problem = self._known.problem(key) if key in self._known else await self._answer(key, schema)
         if problem is not None:
-            raise _again(problem)
+            raise copy.copy(problem)  # tracebacks gather in an error that is raised
 
     async def close(self) -> None:
         """Who waits still ends as Unavailable."""
@@ -164,10 +165,3 @@ class SchemaCheck:
 
     def _busy(self, message: str) -> NoCapacity:
         return NoCapacity("schema_check_busy", message, field=FIELD, retry_after_ms=self._retry_after_ms)
-
-
-def _again(error: GenlockError) -> GenlockError:
-    """One for each caller: tracebacks gather in an error that is raised."""
-    if isinstance(error, NoCapacity):
-        return NoCapacity(error.reason, error.message, field=error.field, retry_after_ms=error.retry_after_ms)
-    return type(error)(error.reason, error.message, field=error.field)
