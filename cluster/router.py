@@ -243,5 +243,9 @@ def proved(decode: WorkerView, prefill: WorkerView) -> bool:
 
 def same_layout(decode: WorkerView, prefill: WorkerView) -> bool:
     """Whether their pages are alike, or not known to differ."""
-    ours, theirs = decode.layout_fingerprint, prefill.layout_fingerprint
+    return layouts_fit(decode.layout_fingerprint, prefill.layout_fingerprint)
+
+
+def layouts_fit(ours: str, theirs: str) -> bool:
+    """Of two fingerprints; an empty one is not known."""
     return not ours or not theirs or ours == theirs

@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from cluster.roles import Role
-from cluster.router import WorkerView
+from cluster.router import WorkerView, layouts_fit
 from genlock.v1 import worker_pb2
 from kvstore.errors import GenlockError, NotFound, Unavailable
 
@@ -157,7 +157,7 @@ class Fleet:
         layouts = {layout_of(prefill) for prefill in prefillers.values()}
         alike = False
         for decode in decoders:
-            if not any(_fit(layout_of(decode), layout) for layout in layouts):
+            if not any(layouts_fit(layout_of(decode), layout) for layout in layouts):
                 continue
             alike = True
             if decode.passed is None or self._proved_one(decode, prefillers):
@@ -177,7 +177,7 @@ class Fleet:
             prefill = prefillers.get(worker_id)
             if prefill is None or prefill.status is None or prefill.status.incarnation != incarnation:
                 continue
-            if _fit(layout_of(decode), layout_of(prefill)):
+            if layouts_fit(layout_of(decode), layout_of(prefill)):
                 return True
         return False
 
@@ -202,10 +202,6 @@ class Fleet:
 def layout_of(record: WorkerRecord) -> str:
     """Empty: not known."""
     return record.status.layout_fingerprint if record.status is not None else ""
-
-
-def _fit(ours: str, theirs: str) -> bool:
-    return not ours or not theirs or ours == theirs
 
 
 def _passed(before: Mapping[str, int] | None, status: worker_pb2.WorkerStatus) -> Mapping[str, int] | None:

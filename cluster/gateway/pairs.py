@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from cluster.gateway.fleet import Fleet, WorkerRecord, layout_of
 from cluster.roles import Role
+from cluster.router import layouts_fit
 
 Records = tuple[WorkerRecord, WorkerRecord]
 
@@ -68,7 +69,7 @@ class Pairs:
     def _judge(self, decode: str, prefill: str) -> None:
         self.compared += 1
         ours, theirs = self._facts[decode], self._facts[prefill]
-        alike = not ours.layout or not theirs.layout or ours.layout == theirs.layout
+        alike = layouts_fit(ours.layout, theirs.layout)
         if alike and ours.passed is not None and ours.passed.get(prefill) != theirs.incarnation:
             self._owed.setdefault(decode, {})[prefill] = None
             return

@@ -131,8 +131,8 @@ def test_whether_a_fleet_serves_is_known_at_the_first_pair_that_does(monkeypatch
         status = worker_pb2.WorkerStatus(worker_id=record.worker_id, role=record.role.value, layout_fingerprint="aa")
         fleet = fleet.answered(record.worker_id, record.endpoint, status)
     looked: list[int] = []
-    real = fleet_module._fit
-    monkeypatch.setattr(fleet_module, "_fit", lambda *pair: looked.append(1) or real(*pair))
+    real = fleet_module.layouts_fit
+    monkeypatch.setattr(fleet_module, "layouts_fit", lambda *pair: looked.append(1) or real(*pair))
     assert fleet.serving()
     assert len(looked) == 1
     assert len(fleet.workers) == 32
