@@ -130,10 +130,11 @@ def authenticator_from(text: str, name: str) -> BearerTenants:
         if not isinstance(tenants, dict):
             raise ValueError(f"tenants = {shown(tenants)} is no section")
         for tenant, entry in tenants.items():
-            for digest in _digests(tenant, entry):
-                if bytes.fromhex(digest) in callers:
+            digests, caller = _digests(tenant, entry), _caller(tenant, entry)
+            for digest in map(bytes.fromhex, digests):
+                if digest in callers:
                     raise ValueError(f"a token of tenant {tenant!r} is there twice")
-                callers[bytes.fromhex(digest)] = _caller(tenant, entry)
+                callers[digest] = caller
     except ValueError as error:
         raise InvalidInput(
             "bad_tenants_file",

@@ -132,6 +132,7 @@ def test_without_tenants_everybody_is_the_one():
         "tenants: {a: {token: x}}",
         "tenants: {'a b': {tokens_sha256: ['" + "0" * 64 + "']}}",
         "tenants: {a: {tokens_sha256: ['" + "0" * 64 + "']}, b: {tokens_sha256: ['" + "0" * 64 + "']}}",
+        "tenants: {a: {tokens_sha256: ['" + "0" * 64 + "']}, b: {tokens_sha256: [], max_priority: top}}",
     ],
 )
 def test_a_broken_tenants_file_is_refused(text: str):
