@@ -27,7 +27,6 @@ from wire.causes import Causes
 from wire.errors import surprise
 from wire.load import LoadTally
 from wire.matchers import matcher_for
-from wire.refused import RefusedTally
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 from wire.tracing import Trail, current_request, no_trail
@@ -130,7 +129,7 @@ class DecodeEngine:
         self._outcomes = Causes()
         self.tally = StepTally()
         self.load = LoadTally()
-        self.refused = RefusedTally()
+        self.refused = Causes()
         self.loop = StepLoop("decode-steps", self._turn, clock)
 
     def start(self, aio: asyncio.AbstractEventLoop) -> None:

@@ -17,9 +17,9 @@ from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket
 from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, PrefillSequence
 from wire.admission import Admission
+from wire.causes import Causes
 from wire.load import LoadTally
 from wire.matchers import matcher_for
-from wire.refused import RefusedTally
 from wire.step_loop import StepLoop
 from wire.tally import StepTally
 
@@ -78,7 +78,7 @@ class PrefillEngine:
         self._cached_tokens = 0
         self.tally = StepTally()
         self.load = LoadTally()
-        self.refused = RefusedTally()
+        self.refused = Causes()
         self.loop = StepLoop("prefill-steps", self._turn, clock)
 
     async def submit(self, ticket: Ticket, sink: Sink) -> PrefillSequence:

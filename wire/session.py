@@ -24,10 +24,10 @@ from typing import Any
 from genlock.v1 import worker_pb2
 from kvstore.errors import Cancelled, GenlockError, InvalidInput, NoCapacity
 from model.sampler import SampledToken
+from wire.causes import Causes
 from wire.convert import token_to_proto
 from wire.ending import end_tasks
 from wire.errors import surprise, to_status
-from wire.refused import RefusedTally
 from wire.replies import Replies
 
 MAX_OPEN = 65_536
@@ -74,7 +74,7 @@ class Session:
         start: Start,
         context: Any,
         max_open: int = MAX_OPEN,
-        refused: RefusedTally | None = None,
+        refused: Causes | None = None,
         max_ended: int = MAX_ENDED,
     ) -> None:
         """`refused` counts commands for calls that are not there, or are there already. `max_ended`: numbers that are
@@ -83,7 +83,7 @@ class Session:
         self._replies = Replies(context)
         self._max_open = max_open
         self._max_ended = max_ended
-        self._refused = refused or RefusedTally()
+        self._refused = refused or Causes()
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
         # In the order of their last ends, as these stand in the outbox.

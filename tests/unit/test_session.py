@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from genlock.v1 import worker_pb2
 from kvstore.errors import Cancelled, InvalidInput, StalePage, Unavailable
 from model.sampler import SampledToken
+from wire.causes import Causes
 from wire.errors import from_status
-from wire.refused import RefusedTally
 from wire.session import MAX_MESSAGE_TOKENS, Handle, Session, pack
 
 DONE = worker_pb2.DecodeFinished(completion_tokens=1)
@@ -223,7 +223,7 @@ def reasons(caller: Caller) -> list[tuple[int, str]]:
 async def test_a_number_of_a_request_that_has_ended_is_refused(how: str):
     caller, worker, commands = Caller(), Worker(), Commands()
     caller.turn = asyncio.Semaphore(100)
-    refused = RefusedTally()
+    refused = Causes()
     running = asyncio.create_task(
         Session(worker.start, caller, max_open=0 if how == "refused" else 9, refused=refused).run(commands)
     )
@@ -268,7 +268,7 @@ async def test_what_comes_late_of_a_request_reaches_nobody_that_has_its_number()
 
 async def test_numbers_are_forgotten_when_enough_ends_have_left_and_never_before_their_own():
     caller, worker, commands = Caller(), Worker(), Commands()
-    refused = RefusedTally()
+    refused = Causes()
     running = asyncio.create_task(Session(worker.start, caller, max_ended=3, refused=refused).run(commands))
     for number in range(10):
         commands.submit(number)
