@@ -244,7 +244,8 @@ async def test_a_client_that_does_not_read_is_bounded_too():
         for _ in range(100_000):
             yield tokens("x" * 1000)
 
-    async with cluster(flood, api__default_deadline_ms=500) as env:
+    room = {"context_tokens": 1 << 25, "api__default_max_tokens": 1 << 24}
+    async with cluster(flood, api__default_deadline_ms=500, **room) as env:
         call = env.stub.Generate(prompt())
         await idle_later(env)
         assert await ended([env.decode], 1) == ["cancelled"]

@@ -434,7 +434,8 @@ async def test_a_long_answer_and_an_idle_client_are_not_stuck():
 @pytest.mark.usefixtures("impatient")
 async def test_a_client_that_does_not_read_is_dropped():
     many = [tokens("x" * 1000)] * 2000
-    async with scripted(say(*many, finished(2_000_000))) as env:
+    room = {"context_tokens": 4_000_000, "api__default_max_tokens": 3_000_000}
+    async with scripted(say(*many, finished(2_000_000)), **room) as env:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)

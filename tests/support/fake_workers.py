@@ -76,9 +76,9 @@ class ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-def served_model(tokenizer: ByteTokenizer | None = None) -> ServedModel:
+def served_model(tokenizer: ByteTokenizer | None = None, context_tokens: int = CONTEXT_TOKENS) -> ServedModel:
     tokenizer = tokenizer or ByteTokenizer()
-    info = ModelInfo("toy", "rev-1", tokenizer.digest, VOCAB, CONTEXT_TOKENS, (EOS,))
+    info = ModelInfo("toy", "rev-1", tokenizer.digest, VOCAB, context_tokens, (EOS,))
     return ServedModel(info, tokenizer)
 
 

@@ -22,6 +22,7 @@ from kvstore.errors import (
     GenlockError,
 )
 from tests.support.fake_workers import (
+    CONTEXT_TOKENS,
     ByteTokenizer,
     FakeWorker,
     Script,
@@ -46,6 +47,7 @@ async def cluster(
     *,
     decoders: int = 1,
     tokenizer: ByteTokenizer | None = None,
+    context_tokens: int = CONTEXT_TOKENS,
     ready: bool = True,
     checks: StreamChecks = SCRIPTED,
     authenticator=None,
@@ -57,7 +59,7 @@ async def cluster(
     workers.append(FakeWorker("prefill-0", Role.PREFILL, script))
     sources = Sources(now_ms=now_ms, random_bytes=counting_bytes())
     gateway = Gateway(
-        config(**flags), served_model(tokenizer), sources, checks=checks, authenticator=authenticator,
+        config(**flags), served_model(tokenizer, context_tokens), sources, checks=checks, authenticator=authenticator,
         message_timeout_s=message_timeout_s,
     )  # fmt: skip
     endpoint = await gateway.start()
