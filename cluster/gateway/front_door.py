@@ -18,6 +18,7 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
 from cluster.gateway.admission import MAX_VALUES
+from cluster.gateway.pool import INLINE_BYTES
 from cluster.gateway.state import GatewayState
 from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput, NoCapacity
 from wire.errors import abort_with
@@ -35,8 +36,6 @@ STRANGER_STREAM_S = 60.0
 MAX_STRANGERS = 256
 # Messages that are read for one tenant beyond the requests that it may have running.
 SPARE_MESSAGES = 8
-# Parsing less than this takes no time worth a thread.
-INLINE_BYTES = 64 << 10
 
 
 class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the class is generic in stubs only

@@ -54,8 +54,8 @@ class Call(Protocol):
         """Time until the caller's deadline; None when the caller named none. Raises InvalidInput the first time."""
         ...
 
-    async def request(self) -> pb.GenerateRequest:
-        """Asked for once, when the caller is known and counted. Raises GenlockError."""
+    async def request(self, tenant: str) -> pb.GenerateRequest:
+        """Asked for once, when the caller is known, of `tenant`, and counted. Raises GenlockError."""
         ...
 
     async def write(self, message: pb.GenerateResponse) -> None:
@@ -132,7 +132,7 @@ class RequestPath:
 
     async def _run(self, call: Call, caller: Caller, trail: Trail, facts: RequestFacts) -> None:
         state = self._state
-        request = await call.request()
+        request = await call.request(caller.tenant)
         draft = check_request(request, state.limits, state.config.api)
         placed = steering(request, call.metadata(), caller)
         if draft.sampling.json_schema:

@@ -14,6 +14,9 @@ from kvstore.errors import NoCapacity
 
 T = TypeVar("T")
 
+# Parsing less than this takes no time worth a thread.
+INLINE_BYTES = 64 << 10
+
 
 @dataclass(frozen=True)
 class _Job:

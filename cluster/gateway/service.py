@@ -38,7 +38,7 @@ class GrpcCall:
         remaining: float | None = self._context.time_remaining()
         return remaining
 
-    async def request(self) -> pb.GenerateRequest:
+    async def request(self, tenant: str) -> pb.GenerateRequest:
         return self._request
 
     async def write(self, message: pb.GenerateResponse) -> None:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.gateway.admission import MAX_VALUES
-from cluster.gateway.front_door import INLINE_BYTES
+from cluster.gateway.pool import INLINE_BYTES
 from cluster.gateway.state import GatewayState
 from cluster.gateway.steering import AFFINITY_KEY, PRIORITY_KEY
 from cluster.openai.errors import error_headers, error_object, http_status
@@ -75,7 +75,7 @@ class HttpCall:
             raise bad("bad_deadline", DEADLINE_HEADER, "must be a number of milliseconds")
         return (int(text) - (self._state.sources.now_ms() - self._received_ms)) / 1000
 
-    async def request(self) -> pb.GenerateRequest:
+    async def request(self, tenant: str) -> pb.GenerateRequest:
         """Raises InvalidInput, DeadlineExceeded (`body_timeout`) or Cancelled."""
         self._check_type()
         try:
@@ -84,11 +84,11 @@ class HttpCall:
         except TimeoutError:
             raise DeadlineExceeded("body_timeout", f"the body took longer than {BODY_TIMEOUT_S:.0f} s") from None
         self._body_read.set()
-        self._ask = await self._read(body)
+        self._ask = await self._read(body, tenant)
         self._answer = Answer(self._ask, self._served, self._created_s)
         return self._ask.request
 
-    async def _read(self, body: bytes) -> Ask:
+    async def _read(self, body: bytes, tenant: str) -> Ask:
         """A long body on a thread, in its tenant's turn."""
         most = self._state.limits.context_tokens + MAX_VALUES
 
@@ -97,7 +97,6 @@ class HttpCall:
 
         if len(body) <= INLINE_BYTES:
             return ask()
-        tenant = self._state.authenticator.caller(self.metadata()).tenant
         return await self._state.pool.run(tenant, ask)
 
     async def write(self, message: pb.GenerateResponse) -> None:

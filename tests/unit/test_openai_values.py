@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from cluster.gateway.admission import MAX_MESSAGES, MAX_VALUES
-from cluster.gateway.front_door import INLINE_BYTES
+from cluster.gateway.pool import INLINE_BYTES
 from cluster.openai import call
 from cluster.openai.fields import check_values, parse_object
 from cluster.openai.requests import Kind, read_ask
