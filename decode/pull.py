@@ -254,10 +254,8 @@ class _Attempt:
             while not self._rules.ready and not self._over:
                 await self._arrived.wait()
                 self._arrived.clear()
-                if self._over:
-                    break
                 batch, self._orders = tuple(self._orders), []
-                if batch:
+                if batch and not self._over:
                     if span is NO_SPAN:  # from the first pull on
                         span = self._trail.child("transfer", peer=self._worker)
                     await loop.run_in_executor(self._shared.executor, self._pull_batch, batch)
