@@ -5,29 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.peers.export import export_tokenizer
 from tests.support.http_door import ProbeCluster
+from tests.support.programs import program
 
 LIMIT_S = 110
 REQUESTS, TOKENS = 6, 16
 
 
-def program() -> str | None:
-    """Beside this interpreter, or where the shell finds it."""
-    beside = Path(sys.executable).with_name("aiperf")
-    return str(beside) if beside.exists() else shutil.which("aiperf")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(program() is None, reason="aiperf is not installed (pip install aiperf)")
+@pytest.mark.skipif(program("aiperf") is None, reason="aiperf is not installed (pip install aiperf)")
 async def test_aiperf_completes_every_request(tmp_path: Path):
     line = json.dumps({"text": "The quick brown fox", "output_length": TOKENS}) + "\n"
     (tmp_path / "prompts.jsonl").write_text(line * REQUESTS)
@@ -35,7 +28,7 @@ async def test_aiperf_completes_every_request(tmp_path: Path):
     export_tokenizer(tmp_path / "tokenizer")
     async with ProbeCluster() as cluster:
         command = [
-            str(program()), "profile", "--model", "probe", "--url", cluster.cluster.url,
+            str(program("aiperf")), "profile", "--model", "probe", "--url", cluster.cluster.url,
             "--endpoint-type", "chat", "--streaming", "--request-count", str(REQUESTS), "--concurrency", "2",
             "--input-file", "prompts.jsonl", "--custom-dataset-type", "single_turn",
             "--tokenizer", "tokenizer", "--use-server-token-count", "--extra-inputs", "ignore_eos:true",

@@ -5,33 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.http_door import ProbeCluster
+from tests.support.programs import program
 
 LIMIT_S = 90
 REQUESTS, TOKENS = 6, 16
 
 
-def program() -> str | None:
-    """Beside this interpreter, or where the shell finds it."""
-    beside = Path(sys.executable).with_name("guidellm")
-    return str(beside) if beside.exists() else shutil.which("guidellm")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(program() is None, reason="guidellm is not installed (pip install guidellm)")
+@pytest.mark.skipif(program("guidellm") is None, reason="guidellm is not installed (pip install guidellm)")
 async def test_guidellm_completes_every_request(tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     line = json.dumps({"prompt": "The quick brown fox", "output_tokens_count": TOKENS}) + "\n"
     prompts.write_text(line * REQUESTS)
     async with ProbeCluster() as cluster:
         command = [
-            str(program()), "run",
+            str(program("guidellm")), "run",
             "--backend", f"kind=openai_http,target={cluster.cluster.url},model=probe",
             "--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={REQUESTS}",
             "--data", f"kind=json_file,path={prompts}",
