@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc.aio
 
 from cluster.config import load
-from cluster.gateway.served import ServedModel, StreamChecks
+from cluster.gateway.served import ServedModel
 from cluster.launch.build import BuiltWorker, WorkerTuning
 from cluster.launch.doors import Seams
 from cluster.launch.ray_launcher import RayLauncher
 from cluster.launch.spec import WorkerSpec
 from cluster.launch.up import Cluster
-from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject
+from cluster.selftest.lab import PAGE_TOKENS, Client, Reply, Subject, stream_checks
 from cluster.selftest.rows import Observed, Row
 from decode.core import StartHandoff
 from decode.pull import PullHooks
@@ -90,7 +90,7 @@ class KillLab:
         async def load_served(_config: object) -> ServedModel:
             return served
 
-        seams = Seams(stream_checks=StreamChecks(checks.stream_end, checks.stream_end))
+        seams = Seams(stream_checks=stream_checks(checks))
         launcher = RayLauncher(build or functools.partial(build_without, off))
         self._cluster = Cluster(config, launcher, load_served, seams=seams)
         self._channels: dict[str, grpc.aio.Channel] = {}

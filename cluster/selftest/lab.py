@@ -161,6 +161,13 @@ class Client:
         return Reply(tuple(tokens), error, tuple(logprobs))
 
 
+def stream_checks(checks: Checks) -> StreamChecks:
+    """What a gateway asks of decode's stream. Both that it is whole and that its end can be stand behind one check:
+    each of them catches most of what the other does, so a control has neither."""
+    on = checks.stream_end
+    return StreamChecks(require_finished=on, require_all_tokens=on, judge_answers=on)
+
+
 class Lab:
     """One cluster for one trial. `checks` are decode's; prefill keeps them all unless the row says otherwise."""
 
@@ -208,7 +215,7 @@ class Lab:
         served = ServedModel(self.subject.model.info, self.subject.tokenizer)
         self.gateway = Gateway(
             self.config, served, Sources(now_ms=now_ms, random_bytes=os.urandom),
-            checks=StreamChecks(require_finished=self.checks.stream_end, require_all_tokens=self.checks.stream_end),
+            checks=stream_checks(self.checks),
         )  # fmt: skip
         endpoint = await self.gateway.start()
         self.gateway.add_worker("prefill-0", Role.PREFILL, self.prefill.endpoint)

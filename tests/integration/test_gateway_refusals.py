@@ -14,7 +14,6 @@ from genlock.v1 import operator_pb2
 from kvstore.errors import (
     GenlockError,
     InvalidInput,
-    NoCapacity,
     PermissionDenied,
     Unauthenticated,
 )
@@ -145,7 +144,7 @@ async def test_bytes_that_are_no_message_are_invalid_argument(data: bytes):
 async def test_a_message_over_the_wire_limit_is_refused():
     async with cluster(api__max_message_bytes=1 << 20, api__max_prompt_bytes=1 << 19) as env:
         error = await refused(env.stub.Generate(prompt("x" * (2 << 20)), timeout=5))
-        assert type(error) is NoCapacity
+        assert (type(error), error.reason) == (InvalidInput, "body_too_large")
         assert text_of(await read(env.stub.Generate(prompt("ok"), timeout=5))) == "ok"
 
 
