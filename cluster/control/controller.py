@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cluster.control.api import Change
@@ -370,23 +371,24 @@ class Controller:
         if isinstance(action, Record):
             self._keep(action.event)
             return
-        work: Coroutine[Any, Any, None]
+        # Made only when its task runs: one that is stopped before leaves nothing behind that nobody awaits.
+        work: Callable[[], Awaitable[None]]
         if isinstance(action, Start):
-            work = self._start(action)
+            work = partial(self._start, action)
         elif isinstance(action, Drain):
-            work = self._drain(action)
+            work = partial(self._drain, action)
         elif isinstance(action, Stop):
-            work = self._end(action, self.hands.stop)
+            work = partial(self._end, action, self.hands.stop)
         else:
-            work = self._end(action, self.hands.kill)
+            work = partial(self._end, action, self.hands.kill)
         task = self._spawn(self._guarded(work, action), f"{type(action).__name__} {action.worker_id}")
         if isinstance(action, Start):
             self._life(action.life).starting = task
 
-    async def _guarded(self, work: Coroutine[Any, Any, None], action: Start | Drain | Stop | Kill) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]], action: Start | Drain | Stop | Kill) -> None:
         """Nothing that an action raises ends the controller; the row's deadline goes on."""
         try:
-            await work
+            await work()
         except Exception as unexpected:
             self.surprises += 1
             error = surprise(unexpected, f"{type(action).__name__} of {action.worker_id}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from cluster.control.api import Change
 from cluster.control.hands import Verdict
 from cluster.control.operations import Operations
 from cluster.control.scaling import PolicyScaler
-from cluster.control.state import Phase
+from cluster.control.state import Drain, Kill, Phase, Start, Stop
 from cluster.registry.memory import MemoryRegistry
 from cluster.registry.records import Desired
 from cluster.roles import Role
@@ -341,3 +343,22 @@ async def test_a_cancellation_that_is_swallowed_is_repeated() -> None:
     await begun.wait()
     await end_tasks([task])
     assert task.cancelled()
+
+
+async def test_what_is_stopped_before_its_first_step_leaves_nothing_that_nobody_awaits() -> None:
+    world = World()
+    actions = [
+        Start("decode-0", Role.DECODE, 1),
+        Drain("decode-0", 1, deadline_ms=now_ms() + 1000),
+        Stop("decode-0", 1),
+        Kill("decode-0", 1),
+    ]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for action in actions:
+            world.controller._perform(action)
+        await world.controller.stop()
+        del world
+        await asyncio.sleep(0)  # the loop lets go of the tasks' last steps
+        gc.collect()
+    assert [str(one.message) for one in seen] == []
