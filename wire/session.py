@@ -38,6 +38,9 @@ EVENT_TOKENS = 64
 # Numbers of ended requests that are remembered after their end has left; more than fit on a connection's way. Callers
 # draw numbers at random, so that one which was forgotten does not come again.
 MAX_ENDED = 16_384
+# What may wait for a caller that does not read before no more of its commands are taken; some 50 MB. Of requests that
+# are open it may be more, by the tokens that they have left.
+MAX_WAITING = 262_144
 
 # What may be followed by more of the same request.
 Going = SampledToken | worker_pb2.DecodeStarted | worker_pb2.PrefillWanted
@@ -76,13 +79,15 @@ class Session:
         max_open: int = MAX_OPEN,
         refused: Causes | None = None,
         max_ended: int = MAX_ENDED,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         """`refused` counts commands for calls that are not there, or are there already. `max_ended`: numbers that are
-        remembered of requests whose end has left."""
+        remembered of requests whose end has left. `max_waiting`: events in the outbox above which commands wait."""
         self._start = start
         self._replies = Replies(context)
         self._max_open = max_open
         self._max_ended = max_ended
+        self._max_waiting = max_waiting
         self._refused = refused or Causes()
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Open] = {}
@@ -92,6 +97,8 @@ class Session:
         self._ending = threading.Lock()
         self._outbox: deque[tuple[int, Told]] = deque()
         self._ready = asyncio.Event()
+        # A message has left; awaited only by commands that wait for room.
+        self._left = asyncio.Event()
         self._woken = False
         self._last = False
         # Also of requests that have ended meanwhile.
@@ -124,6 +131,9 @@ class Session:
                     one = self._open.get(command.call_no)
                     if one is not None and one.handle is not None:  # what is being started has asked for nothing
                         one.handle.assign(command.assign)
+                while len(self._outbox) > self._max_waiting:
+                    self._left.clear()
+                    await self._left.wait()
         finally:
             self.finish()
 
@@ -131,6 +141,7 @@ class Session:
         while True:
             if self._outbox:
                 await self._replies.write(pack(self._outbox))
+                self._left.set()
                 self._forget()
                 continue
             with self._ending:

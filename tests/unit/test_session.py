@@ -358,6 +358,24 @@ async def test_requests_of_a_session_are_bounded():
     assert len(ends(caller)) == 3
 
 
+async def test_a_caller_that_sends_and_does_not_read_is_not_heard_until_it_reads():
+    caller, worker, commands = Caller(), Worker(), Commands()
+    session = Session(worker.start, caller, max_waiting=50)
+    running = asyncio.create_task(session.run(commands))
+    for call_no in range(1, 301):
+        commands.submit(call_no)
+        commands.cancel(call_no)
+    commands.end()
+    for _ in range(1000):
+        await asyncio.sleep(0)
+        assert len(session._outbox) <= 51
+    assert commands.queue.qsize() > 400, "its commands wait where flow control holds them"
+    for _ in range(700):
+        caller.turn.release()
+    await asyncio.wait_for(running, 5)
+    assert [call_no for call_no, event in ends(caller) if event == "failed"] == list(range(1, 301))
+
+
 async def test_a_worker_that_stops_ends_its_sessions_when_they_are_idle():
     caller, worker, commands = Caller(), Worker(), Commands()
     caller.turn = asyncio.Semaphore(100)
