@@ -19,6 +19,7 @@ from bench.load import Ask, Sample, ServerTimes
 from cluster.cli.client import Client
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput, Unavailable
+from kvstore.json_text import parse_json
 
 MAX_LINE_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
@@ -300,7 +301,7 @@ async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[
 
 def _event(data: bytes) -> dict[str, Any]:
     try:
-        event = json.loads(data)
+        event = parse_json(data)
     except ValueError as error:
         raise Unavailable("peer_protocol", "the server sent an event that is no JSON") from error
     if not isinstance(event, dict) or event.get("error"):

@@ -18,6 +18,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from kvstore.errors import InvalidInput, LayoutMismatch
+from kvstore.json_text import parse_json
 
 HEADER_BYTES = 128
 SLOT_ALIGN_BYTES = 64
@@ -169,8 +170,8 @@ def _require_type(name: str, value: object) -> None:
 def layout_from_canonical(text: str) -> PageLayout:
     """Parses a peer's `canonical()` text. Raises InvalidInput naming an unknown, missing or impossible field."""
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(text)
+    except ValueError as error:
         raise InvalidInput("bad_layout", "the peer's layout is not JSON", field="layout") from error
     if not isinstance(raw, dict):
         raise InvalidInput("bad_layout", "the peer's layout is not a JSON object", field="layout")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kvstore.errors import InvalidInput
 from kvstore.files import FileReader
+from kvstore.json_text import parse_json
 from model.config import config_from_hf
 from model.weights import Weights, fingerprint_tensor, revision_of
 
@@ -26,7 +26,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
     if not path.is_file() and not required:
         return {}
     try:
-        value = json.loads(FileReader("bad_model_folder", "model", limit=MAX_JSON_BYTES).text(path))
+        value = parse_json(FileReader("bad_model_folder", "model", limit=MAX_JSON_BYTES).text(path))
     except ValueError as error:
         raise InvalidInput("bad_model_folder", f"cannot read {path}: {error}", field="model") from error
     if not isinstance(value, dict):

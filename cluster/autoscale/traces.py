@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvstore.errors import InvalidInput
+from kvstore.json_text import parse_json
 
 MAX_REQUESTS = 2_000_000
 MAX_SECONDS = 7 * 86_400.0
@@ -74,9 +74,9 @@ def _json_rows(text: str, name: str) -> list[tuple[int, Mapping[str, object]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _bad(name, number, f"is no JSON ({error.msg})") from error
+            row = parse_json(line)
+        except ValueError as error:
+            raise _bad(name, number, f"is no JSON ({error})") from error
         if not isinstance(row, dict):
             raise _bad(name, number, "is no object")
         rows.append((number, row))

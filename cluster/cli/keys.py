@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from cluster.cli.options import load_settings, read_input, settings_options
 from cluster.output import emit, output_option
 from kvstore.errors import InvalidInput, NotFound
 from kvstore.files import FileReader
+from kvstore.json_text import parse_json
 from wire.clocks import now_ms, unix_ms
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _records(kept: Any) -> list[tuple[str, dict[str, Any]]]:
     out = []
     for token_digest, text in kept.items():
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except ValueError:
             record = {}
         out.append((token_digest, record if isinstance(record, dict) else {}))

@@ -6,6 +6,7 @@ import json
 
 from cluster.control.api import Change
 from kvstore.errors import Conflict
+from kvstore.json_text import parse_json
 
 
 def kept_of(change: Change, revision: int) -> bytes:
@@ -17,7 +18,7 @@ def check_same(kept: bytes, change: Change) -> None:
     """Raises Conflict (`key_used`) where the key was another request's, or another operator's: to answer that the
     change is made already would be wrong. What an earlier release kept names neither and is taken for the same."""
     try:
-        tree = json.loads(kept)
+        tree = parse_json(kept)
     except ValueError:
         return
     if not isinstance(tree, dict):

@@ -6,7 +6,6 @@ Errors are InvalidInput whose `field` is the path in the request message, as `sa
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Literal
 from cluster.settings import ApiConfig
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput
+from kvstore.json_text import parse_json
 from model.sampling import MAX_SCHEMA_BYTES, SamplingParams
 
 MAX_REQUEST_ID_CHARS = 128
@@ -226,9 +226,9 @@ def _check_objects(texts: Sequence[str], field: str) -> None:
         raise _bad("too_many_tools", field, f"holds {len(texts)}; at most {MAX_TOOLS}")
     for index, text in enumerate(texts):
         try:
-            tool = json.loads(text)
+            tool = parse_json(text)
             fits = isinstance(tool, dict) and _fits(tool, MAX_TOOL_DEPTH)
-        except (ValueError, RecursionError):
+        except ValueError:
             fits = False
         if not fits:
             raise _bad("bad_tool", f"{field}[{index}]", f"must be a JSON object of at most {MAX_TOOL_DEPTH} levels")
@@ -326,9 +326,9 @@ def _json_schema(params: pb.SamplingParams) -> str:
     if size > MAX_SCHEMA_BYTES:
         raise _bad("bad_json_schema", field, f"has {size} bytes; at most {MAX_SCHEMA_BYTES} are taken")
     try:
-        tree = json.loads(schema)
+        tree = parse_json(schema)
         fits = isinstance(tree, dict) and _fits(tree, MAX_SCHEMA_DEPTH)
-    except (ValueError, RecursionError):
+    except ValueError:
         fits = False
     if not fits:
         raise _bad("bad_json_schema", field, f"must be a JSON object of at most {MAX_SCHEMA_DEPTH} levels")

@@ -16,6 +16,7 @@ from cluster.gateway.jwt_tokens import JwtTokens
 from cluster.gateway.queueing import PRIORITIES
 from cluster.registry.base import Registry
 from kvstore.errors import GenlockError, InvalidInput, Unauthenticated
+from kvstore.json_text import parse_json
 from wire.ending import end_tasks
 from wire.errors import surprise
 from wire.loops import keep_going
@@ -128,7 +129,7 @@ def key_record(
 
 def caller_from(text: str) -> Caller:
     """Raises ValueError for a record that cannot be read."""
-    tree: Any = json.loads(text)
+    tree: Any = parse_json(text)
     if not isinstance(tree, dict) or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", str(tree.get("tenant"))):
         raise ValueError("no tenant")
     operator = tree.get("operator") is True

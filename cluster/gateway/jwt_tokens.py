@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import importlib
-import json
 import logging
 import re
 import urllib.request
@@ -20,6 +19,7 @@ from typing import Any
 from cluster.gateway.identity import Caller
 from kvstore.errors import InvalidInput, Unauthenticated
 from kvstore.files import FileReader
+from kvstore.json_text import parse_json
 from wire.ending import end_tasks
 from wire.errors import surprise
 from wire.loops import keep_going
@@ -164,8 +164,8 @@ class JwtTokens:
     def _read(self, data: bytes) -> Mapping[str, Any]:
         """Key id -> key. Raises InvalidInput (`bad_jwks`)."""
         try:
-            kept = self._jwt.PyJWKSet.from_dict(json.loads(data))
-        except (ValueError, AttributeError, TypeError, RecursionError, self._jwt.PyJWTError) as error:
+            kept = self._jwt.PyJWKSet.from_dict(parse_json(data))
+        except (ValueError, AttributeError, TypeError, self._jwt.PyJWTError) as error:
             raise InvalidInput("bad_jwks", f"{self._rules.jwks} holds no keys: {error}", field="auth.jwks") from error
         return {str(key.key_id): key for key in kept.keys if key.key_id and key.algorithm_name in ALGORITHMS}
 

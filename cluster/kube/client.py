@@ -26,6 +26,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.files import FileReader
+from kvstore.json_text import parse_json
 from wire.watched import WatchedFiles
 
 MAX_ANSWER_BYTES = 32 << 20
@@ -167,8 +168,8 @@ def refusal(what: str, status: int, answer: Mapping[str, Any] | None) -> Genlock
 
 def _parsed(raw: bytes) -> Mapping[str, Any] | None:
     try:
-        answer = json.loads(raw)
-    except (ValueError, RecursionError):
+        answer = parse_json(raw)
+    except ValueError:
         return None
     return answer if isinstance(answer, dict) else None
 

@@ -18,6 +18,7 @@ from cluster.openai.fields import Fields, as_fields, bad, checked_text
 from cluster.openai.tool_calls import Choice, read_choice, shown_as_text
 from genlock.v1 import inference_pb2 as pb
 from kvstore.errors import InvalidInput
+from kvstore.json_text import parse_json
 
 # OpenAI's default. The gRPC API's is greedy.
 DEFAULT_TEMPERATURE = 1.0
@@ -301,8 +302,8 @@ def _tool_calls(message: Fields) -> list[str]:
 def _arguments(function: Fields) -> object:
     text = function.text("arguments") or "{}"
     try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError):
+        tree = parse_json(text)
+    except ValueError:
         tree = None
     if not isinstance(tree, dict):
         raise bad("bad_tool", function.name_of("arguments"), "must be a JSON object, as text")

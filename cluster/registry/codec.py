@@ -13,6 +13,7 @@ from cluster.registry.records import Desired, Event, GatewayRecord, WorkerRecord
 from cluster.registry.rules import MAX_TEXT_CHARS, check_gateway, check_worker
 from cluster.roles import Role
 from kvstore.errors import InvalidInput
+from kvstore.json_text import parse_json
 
 # Moves only when older readers would misread what is written; a new field alone does not move it.
 VERSION = 1
@@ -86,8 +87,8 @@ def _load(kind: Callable[..., T], text: str | bytes, readers: Mapping[str, Reade
     if len(text) > MAX_RECORD_CHARS:
         raise _bad("text", f"longer than {MAX_RECORD_CHARS} characters")
     try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        tree = parse_json(text)
+    except ValueError as error:
         raise _bad("text", "not JSON") from error
     if not isinstance(tree, dict):
         raise _bad("text", "not an object")

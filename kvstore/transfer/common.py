@@ -59,7 +59,7 @@ def refusing_address(engine: str) -> Iterator[None]:
     """What goes wrong while an address is read is the address's: InvalidInput (field export.address)."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # binascii.Error is a ValueError
+    except (TypeError, ValueError, AttributeError) as error:  # binascii.Error is a ValueError
         raise InvalidInput(
             "bad_address", f"export.address is no {engine} address: {error}", field="export.address"
         ) from error

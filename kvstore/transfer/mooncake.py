@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.errors import InvalidInput, TransferError, TransferTimeout, Unavailable
+from kvstore.json_text import parse_json
 from kvstore.transfer.base import PoolExport, Transfer, tag_table_bytes
 from kvstore.transfer.common import (
     CLOSE_TIMEOUT_MS,
@@ -79,7 +80,7 @@ class MooncakeAddress:
 def parse_address(text: str) -> MooncakeAddress:
     """Raises InvalidInput (field export.address) for text that is no address of this engine."""
     with refusing_address("mooncake"):
-        address = MooncakeAddress(**json.loads(text))
+        address = MooncakeAddress(**parse_json(text))
         host, _, port = address.session.rpartition(":")
         if not host or not 1 <= int(port) <= 65535 or type(address.base) is not int or not 0 < address.base < 1 << 63:
             raise ValueError("session or base out of range")

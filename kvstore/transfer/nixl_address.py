@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from kvstore.json_text import parse_json
 from kvstore.transfer.common import refusing_address
 
 NONCE_BYTES = 16
@@ -38,7 +39,7 @@ def metadata_sum(agent: str, metadata: bytes) -> str:
 def parse_address(text: str) -> NixlAddress:
     """Raises InvalidInput (field export.address) for text that is no address of this engine."""
     with refusing_address("nixl"):
-        address = NixlAddress(**json.loads(text))
+        address = NixlAddress(**parse_json(text))
         if type(address.base) is not int or not 0 < address.base < _MAX_ADDR:
             raise ValueError("base out of range")
         if not isinstance(address.agent, str) or not address.agent:

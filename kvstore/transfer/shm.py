@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvstore.errors import TransferError, TransferTimeout, Unavailable
+from kvstore.json_text import parse_json
 from kvstore.transfer.base import PoolExport, Transfer, TransferState, pool_bytes
 from kvstore.transfer.common import (
     CLOSE_TIMEOUT_MS,
@@ -78,7 +79,7 @@ class ShmAddress:
 def parse_address(text: str) -> ShmAddress:
     """Raises InvalidInput (field export.address) for text that is no address of this engine."""
     with refusing_address("shm"):
-        raw = json.loads(text)
+        raw = parse_json(text)
         address = ShmAddress(**raw)
         limits = ((address.pid, 1 << 31), (address.fd, 1 << 31), (address.start_ticks, 1 << 63))
         if any(type(n) is not int or not 0 <= n < limit for n, limit in limits) or address.pid == 0:
