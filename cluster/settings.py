@@ -146,7 +146,10 @@ class ApiConfig:
     )
     max_queued: int = _setting(64, "Most requests that wait for a place; they count as running.", low=1, high=4096)
     retry_after_ms: int = _setting(500, "Retry delay told to a refused caller.", low=1, high=600_000)
-    max_connections: int = _setting(1024, "Most connections at once, at each of the two doors.", low=1, high=65_536)
+    max_connections: int = _setting(
+        1024, "Most connections at once, at each of the two doors; as many more may be in their TLS greeting.", low=1,
+        high=65_536,
+    )  # fmt: skip
     max_prompt_bytes: int = _setting(2 << 20, "Longest prompt text, all messages together.", low=1, high=256 << 20)
     max_message_bytes: int = _setting(
         4 << 20, "Longest request message on the wire; less is taken where no prompt that fits the context needs it.",

@@ -15,6 +15,7 @@ import uvicorn
 from cluster.gateway.state import GatewayState
 from cluster.openai.app import make_app
 from cluster.openai.connection import BoundedConnection
+from cluster.openai.lobby import Lobby
 from cluster.tls import front_tls
 from kvstore.errors import Unavailable
 from wire.loops import keep_going
@@ -37,6 +38,7 @@ class HttpDoor:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._lobby: Lobby | None = None
 
     async def start(self) -> str:
         """Listens and returns the API's base URL; "" when `api.http_port` is off. Raises Unavailable (`port_taken`),
@@ -46,10 +48,19 @@ class HttpDoor:
             return ""
         tls = front_tls(self._state.config.tls)
         listener = _listen(api.http_host, api.http_port)
+        bounded = functools.partial(BoundedConnection, max_connections=api.max_connections)
+        connection: Callable[..., asyncio.Protocol] = bounded
+        if tls is not None:
+            context = tls.ssl_context()
+            connection = self._lobby = Lobby(context, bounded, api.max_connections)
+            self._renewing = asyncio.create_task(
+                keep_going(_renewal(tls, context), "certificates of the HTTP door", self._state.surprised),
+                name="http certificates",
+            )
         config = uvicorn.Config(
             make_app(self._state, self._unix_s),
             # The library calls it like the class that it takes it for.
-            http=functools.partial(BoundedConnection, max_connections=api.max_connections),  # type: ignore[arg-type]
+            http=connection,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             # What goes wrong is in the response and in the outcomes; the library's own lines would quote requests.
@@ -62,14 +73,6 @@ class HttpDoor:
             timeout_graceful_shutdown=STOP_S,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
-        if tls is not None:
-            # After `load`, which would make a context of its own from file names.
-            config.load()
-            config.ssl = tls.ssl_context()
-            self._renewing = asyncio.create_task(
-                keep_going(_renewal(tls, config.ssl), "certificates of the HTTP door", self._state.surprised),
-                name="http certificates",
-            )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http door")
         while not self._server.started and not self._serving.done():
@@ -89,6 +92,8 @@ class HttpDoor:
             renewing.cancel()
         if server is not None and serving is not None:
             server.should_exit = True
+            if self._lobby is not None:
+                await self._lobby.close()
             await serving
 
 
