@@ -27,7 +27,7 @@ class Fault:
 
     `shown` and `control` name proofs: `row 4` (of `genlock selftest`), `tests/…::test_name`, `sim site` (a fault of
     `genlock sim`), `without check` (a negative control, as of `genlock sim --without CHECK`). A kind that cannot occur says why in
-    `here`. `not_yet`: what is missing, said as it is.
+    `here`. A kind without a control says in `no_control` why there is none. `not_yet`: what is missing, said as it is.
     """
 
     number: int
@@ -37,6 +37,7 @@ class Fault:
     here: str
     shown: tuple[str, ...]
     control: tuple[str, ...] = ()
+    no_control: str = ""
     not_yet: str = ""
 
 

@@ -13,7 +13,7 @@ from bench.faults import controls
 from bench.faults.cli import command
 from bench.faults.controls import Control, Record
 from bench.faults.found import FOUND
-from bench.faults.page import FAULTS, FIVE, MEASURED, PUSH, control_text, page, proof_text
+from bench.faults.page import FAULTS, FIVE, GROUPS, MEASURED, PUSH, control_text, page, proof_text
 from bench.faults.proofs import all_missing, missing, rows
 from bench.faults.record import address
 from kvstore.errors import InvalidInput
@@ -39,6 +39,13 @@ def test_every_kind_has_its_row_and_its_proof():
         assert fault.shown
         assert fault.elsewhere.endswith(".")
         assert fault.here.endswith(".")
+
+
+def test_every_kind_has_its_control_or_says_why_not():
+    unsaid = [fault.number for fault in FAULTS if bool(fault.control) == bool(fault.no_control)]
+    assert not unsaid
+    wrong_answers = [fault for _, faults in GROUPS[:2] for fault in faults]
+    assert [fault.number for fault in wrong_answers if not fault.control] == [], "of these a wrong answer can be shown"
 
 
 def test_every_test_that_is_named_exists():
@@ -78,6 +85,9 @@ def test_links_and_controls_read_as_they_should():
         control_text(replace(FAULTS[0], control=("row 7",)), Record()) == "`row 7` without digest: no result recorded"
     )
     assert control_text(replace(FAULTS[0], control=()), record) == "none"
+    assert control_text(replace(FAULTS[0], control=(), no_control="nothing to leave out"), record) == (
+        "none: nothing to leave out"
+    )
     assert control_text(replace(FOUND[0], control=(), no_control="too slow"), record) == "none: too slow"
 
 
