@@ -42,6 +42,7 @@ class Fault:
 
 
 def address(source: str) -> str:
-    """The web address of `vllm#1` or `owner/name#1`, as a link."""
+    """The web address of `vllm#1` or `owner/name#1`, as a link; behind the # may be an advisory, `GHSA-…`."""
     name, number = source.split("#")
-    return f"[{source}](https://github.com/{REPOSITORIES.get(name, name)}/issues/{number})"
+    place = f"security/advisories/{number}" if number.startswith("GHSA-") else f"issues/{number}"
+    return f"[{source}](https://github.com/{REPOSITORIES.get(name, name)}/{place})"

@@ -77,6 +77,8 @@ def test_what_does_not_exist_is_told():
 
 def test_links_and_controls_read_as_they_should():
     assert address("vllm#1") == "[vllm#1](https://github.com/vllm-project/vllm/issues/1)"
+    advisory = "https://github.com/vllm-project/vllm/security/advisories/GHSA-1-2-3"
+    assert address("vllm#GHSA-1-2-3") == f"[vllm#GHSA-1-2-3]({advisory})"
     assert address("a/b#2") == "[a/b#2](https://github.com/a/b/issues/2)"
     assert proof_text("tests/x.py::test_y") == "[`test_y`](../tests/x.py)"
     record = Record("2026-01-01", {"7": Control(("digest",), {"probe": True})})
