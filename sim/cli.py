@@ -11,7 +11,7 @@ import click
 from cluster.output import output_option, text
 from kvstore.checks import check_names
 from sim.controls import line, run_controls
-from sim.coverage import rejects, table
+from sim.coverage import met_lines, rejects, table
 from sim.faults import sample_faults
 from sim.laws import LAWS
 from sim.minimise import minimise
@@ -98,6 +98,7 @@ def _replay(seed: int, without: tuple[str, ...], laws: tuple[str, ...], output: 
     report.add(result)
     if output in DATA:
         _print(output, report.as_json() | {"trace": result.trace, "outcomes": dict(result.outcomes)})
+        _tell_failures(report, without, err=True)
     else:
         click.echo(f"seed {seed}: trace {result.trace}, {result.events} events")
         click.echo("armed: " + (", ".join(sample_faults(seed).armed) or "nothing"))
@@ -133,8 +134,8 @@ def _swarm(
     if output in DATA:
         control = {"seeds_to_first_violation": until} if without else {}
         _print(output, report.as_json() | control)
-        for seed, violation in report.failures if not without else ():
-            click.echo(f"seed {seed}: {violation}", err=True)
+        if not without:
+            _tell_failures(report, without, err=True)
     else:
         _tell(report)
         if without:
@@ -156,18 +157,20 @@ def _tell(report: Report) -> None:
     click.echo("requests: " + _counts(report.outcomes))
     click.echo("faults injected: " + _counts(report.injected))
     click.echo("\n".join(["slot state x event, allowed/refused:", *table(report.cells)]))
+    click.echo("\n".join(["other states x events, times met:", *met_lines(report.met)]))
     click.echo("refused, by check: " + "; ".join(f"{n}: {_counts(c)}" for n, c in rejects(report.rejects).items()))
     click.echo("never reached: " + (", ".join(report.unreached()) or "nothing"))
     click.echo(f"violations: {report.violations}")
 
 
-def _tell_failures(report: Report, without: tuple[str, ...]) -> None:
-    for seed, violation in report.failures[:10]:
-        click.echo(f"seed {seed}: {violation}")
+def _tell_failures(report: Report, without: tuple[str, ...], err: bool = False) -> None:
+    """Names the failing seeds that the report kept, and prints the first one, made small, as a test to paste."""
+    for seed, violation in report.failures:
+        click.echo(f"seed {seed}: {violation}", err=err)
     if report.failures:
         small = minimise(min(seed for seed, _ in report.failures), make_kit(), without=without)
         if small is not None:
-            click.echo("\n" + small.as_test())
+            click.echo("\n" + small.as_test(), err=err)
 
 
 def _counts(counts: Any) -> str:

@@ -81,6 +81,17 @@ def named_cells() -> list[str]:
     return made + [f"worker {state} x {event}" for state, events in _WORKER.items() for event in events]
 
 
+def met_lines(met: Counter[str]) -> list[str]:
+    """For each state of a handoff, a request, a label and a worker, and for leases: how often each event met it."""
+    lines: dict[str, list[str]] = {}
+    for cell in named_cells():
+        state, cross, event = cell.partition(" x ")
+        if not cross:
+            state, event = "lease ends", cell.removeprefix("lease ends ")
+        lines.setdefault(state, []).append(f"{event} {met[cell]}")
+    return [f"{state}: {', '.join(events)}" for state, events in lines.items()]
+
+
 def rejects(reasons: Counter[str]) -> dict[str, dict[str, int]]:
     """For each check that refuses by a cause: how often it did."""
     return {check: {why: reasons[why] for why in causes} for check, causes in REJECTS.items() if causes}

@@ -24,7 +24,7 @@ KINDS = (
           ("row 16", "tests/unit/test_kv_receive_time.py::test_late_bytes_never_meet_a_new_owner", "sim late_bytes",
            "sim client_cancel"),
           ("row 16", "without quarantine")),
-    Fault(4, "Quarantine that ends by a timer", ("sglang#38961", "trtllm#13713"),
+    Fault(4, "Quarantine that ends by a timer", ("sglang#38961", "sglang#35049", "trtllm#13713"),
           "The drain's acknowledgement is lost, two ranks overwrite one target, and the pages are freed after a time-out "
           "while the writer may still be active.",
           "Only proof ends quarantine: the transfer's end state, or the engine's end. Time frees nothing, nor does a second "
@@ -152,7 +152,7 @@ KINDS = (
            "tests/unit/test_kv_keys.py::test_one_differing_field_gives_all_different_keys",
            "tests/unit/test_kv_layout.py::test_every_field_is_in_the_fingerprint"),
           ("without prefix_key",)),
-    Fault(20, "A guessable prefix hash", ("vllm#12621", "vllm#54727"),
+    Fault(20, "A guessable prefix hash", ("vllm#12621", "vllm#GHSA-rm76-4mrf-v9r8", "vllm#54727"),
           "A prompt can be built whose prefix hash is a victim's.",
           "A keyed 256-bit hash chain under the cluster's secret. Each lookup also compares tenant and tokens, of the page and of "
           "all before it: with one key for everything it is a miss. Decode compares the key alone: a foreign page that "

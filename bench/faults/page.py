@@ -57,7 +57,8 @@ How to read a row: `row 4` is a row of `genlock selftest --row 4`, which runs th
 must end with a typed error and no wrong token while a healthy request on the same workers is right and every page comes
 back; and without the row's checks, when the wrong answer must appear. `sim late_bytes` is a fault that `genlock sim` draws
 by seed (`tests/sim/test_sim_slice.py`, `tests/integration/test_sim_swarm.py`). `without digest` is a control that the suite runs: with that check off, the wrong
-thing happens (`tests/sim/test_sim_controls.py`, `tests/unit/test_kv_checks.py`).
+thing happens (`tests/sim/test_sim_controls.py`, `tests/unit/test_kv_checks.py`). Where nothing can be switched off, the
+column says why.
 """
 
 
@@ -88,8 +89,7 @@ def control_text(fault: Fault | Found, record: controls.Record) -> str:
             lines.append(f"`{proof}` without {', '.join(off)}: {record.told(rest, off)}")
         else:
             lines.append(f"{proof_text(proof)}: a law breaks" if kind == "without" else proof_text(proof))
-    none = fault.no_control if isinstance(fault, Found) else ""
-    return "<br>".join(lines) or (f"none: {none}" if none else "none")
+    return "<br>".join(lines) or (f"none: {fault.no_control}" if fault.no_control else "none")
 
 
 def _recorded(record: controls.Record) -> str:

@@ -27,7 +27,7 @@ class Fault:
 
     `shown` and `control` name proofs: `row 4` (of `genlock selftest`), `tests/…::test_name`, `sim site` (a fault of
     `genlock sim`), `without check` (a negative control, as of `genlock sim --without CHECK`). A kind that cannot occur says why in
-    `here`. `not_yet`: what is missing, said as it is.
+    `here`. A kind without a control says in `no_control` why there is none. `not_yet`: what is missing, said as it is.
     """
 
     number: int
@@ -37,10 +37,12 @@ class Fault:
     here: str
     shown: tuple[str, ...]
     control: tuple[str, ...] = ()
+    no_control: str = ""
     not_yet: str = ""
 
 
 def address(source: str) -> str:
-    """The web address of `vllm#1` or `owner/name#1`, as a link."""
+    """The web address of `vllm#1` or `owner/name#1`, as a link; behind the # may be an advisory, `GHSA-…`."""
     name, number = source.split("#")
-    return f"[{source}](https://github.com/{REPOSITORIES.get(name, name)}/issues/{number})"
+    place = f"security/advisories/{number}" if number.startswith("GHSA-") else f"issues/{number}"
+    return f"[{source}](https://github.com/{REPOSITORIES.get(name, name)}/{place})"

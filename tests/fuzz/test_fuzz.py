@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from genlock.v1 import worker_pb2
 from kvstore.checks import ALL_CHECKS
 from kvstore.errors import Cancelled, GenlockError, InvalidInput
-from tests.fuzz import run
+from kvstore.layout import HEADER_BYTES
+from tests.fuzz import codecs, run
 from tests.fuzz.layer import Finding, Layer, typed
 from tests.fuzz.numbers import Numbers
 from tests.fuzz.pages import Events, Pulls
@@ -40,12 +43,34 @@ async def test_a_live_cluster_under_hostile_calls():
     assert asked["commands of a session"].outcomes["a number again"] > 10, "numbers are used again, also after an end"
 
 
+STATELESS = {layer.name: made for layer in codecs.LAYERS if isinstance(made := layer.make(SEED), codecs.Pure)}
+
+
+def searched(under: codecs.Pure) -> set[str]:
+    """What the cases came to that hypothesis chose: it draws what a generator would, and makes small what fails."""
+    seen: set[str] = set()
+    search = given(st.randoms(use_true_random=False))(lambda rng: seen.add(under.run(rng)))
+    settings(max_examples=300, deadline=None, database=None)(search)()
+    return seen
+
+
+@pytest.mark.parametrize("name", STATELESS, ids=lambda name: name.replace(" ", "_"))
+def test_hypothesis_finds_nothing_at_a_border_without_state(name: str):
+    assert len(searched(STATELESS[name])) > 1, "every case came to the same"
+
+
 def test_the_slice_has_its_size():
     parts = [layer.share for layer in run.PURE] + [part for part, _ in run.LIVE.values()]
     assert sum(parts) >= CASES
 
 
 # --- fuzzers that cannot find anything are no tests -----------------------------------------------------------------
+
+
+def test_hypothesis_finds_a_header_that_is_read_without_its_length(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.fuzz.codecs.unpack_header", lambda raw: raw[HEADER_BYTES - 1])
+    with pytest.raises(Finding, match="IndexError"):
+        searched(STATELESS["page headers"])
 
 
 @pytest.mark.parametrize(

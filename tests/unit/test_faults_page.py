@@ -13,7 +13,7 @@ from bench.faults import controls
 from bench.faults.cli import command
 from bench.faults.controls import Control, Record
 from bench.faults.found import FOUND
-from bench.faults.page import FAULTS, FIVE, MEASURED, PUSH, control_text, page, proof_text
+from bench.faults.page import FAULTS, FIVE, GROUPS, MEASURED, PUSH, control_text, page, proof_text
 from bench.faults.proofs import all_missing, missing, rows
 from bench.faults.record import address
 from kvstore.errors import InvalidInput
@@ -39,6 +39,13 @@ def test_every_kind_has_its_row_and_its_proof():
         assert fault.shown
         assert fault.elsewhere.endswith(".")
         assert fault.here.endswith(".")
+
+
+def test_every_kind_has_its_control_or_says_why_not():
+    unsaid = [fault.number for fault in FAULTS if bool(fault.control) == bool(fault.no_control)]
+    assert not unsaid
+    wrong_answers = [fault for _, faults in GROUPS[:2] for fault in faults]
+    assert [fault.number for fault in wrong_answers if not fault.control] == [], "of these a wrong answer can be shown"
 
 
 def test_every_test_that_is_named_exists():
@@ -70,6 +77,8 @@ def test_what_does_not_exist_is_told():
 
 def test_links_and_controls_read_as_they_should():
     assert address("vllm#1") == "[vllm#1](https://github.com/vllm-project/vllm/issues/1)"
+    advisory = "https://github.com/vllm-project/vllm/security/advisories/GHSA-1-2-3"
+    assert address("vllm#GHSA-1-2-3") == f"[vllm#GHSA-1-2-3]({advisory})"
     assert address("a/b#2") == "[a/b#2](https://github.com/a/b/issues/2)"
     assert proof_text("tests/x.py::test_y") == "[`test_y`](../tests/x.py)"
     record = Record("2026-01-01", {"7": Control(("digest",), {"probe": True})})
@@ -78,6 +87,9 @@ def test_links_and_controls_read_as_they_should():
         control_text(replace(FAULTS[0], control=("row 7",)), Record()) == "`row 7` without digest: no result recorded"
     )
     assert control_text(replace(FAULTS[0], control=()), record) == "none"
+    assert control_text(replace(FAULTS[0], control=(), no_control="nothing to leave out"), record) == (
+        "none: nothing to leave out"
+    )
     assert control_text(replace(FOUND[0], control=(), no_control="too slow"), record) == "none: too slow"
 
 
