@@ -24,14 +24,16 @@ _OWNED = (SlotState.OPEN, SlotState.SEALED)
 def light(world: World) -> None:
     """After every event: no page is lost."""
     for worker in world.workers:
-        if worker.alive and not worker.guard.conserves_pages():
-            world.laws.broken("page_lost", f"{worker.name}: {worker.guard.counts()}")
+        if worker.alive and not worker._guard.conserves_pages():
+            world.laws.broken("page_lost", f"{worker.name}: {worker._guard.counts()}")
 
 
-def heavy(world: World) -> None:
-    """Every few events: each slot's state, owner and counts against everybody who claims it."""
+def books(world: World, *, every: bool) -> None:
+    """After every event, of each worker that it touched, and of all (`every`) now and then: each slot's state, owner
+    and counts against everybody who claims it."""
     for worker in world.workers:
-        if worker.alive:
+        if worker.alive and (every or worker.touched):
+            worker.touched = False
             _states(world, worker)
             if isinstance(worker, PrefillWorker):
                 _prefill(world, worker)
@@ -75,7 +77,7 @@ def settle(world: World) -> None:
 
 
 def _states(world: World, worker: Worker) -> None:
-    guard = worker.guard
+    guard = worker._guard
     seen = Counter(map(_STATE, guard.book_slots()))
     counts = guard.counts()
     told = (counts.free, counts.open, counts.sealed, counts.quarantined)
@@ -85,7 +87,7 @@ def _states(world: World, worker: Worker) -> None:
 
 
 def _prefill(world: World, worker: PrefillWorker) -> None:
-    guard, core = worker.guard, worker.core
+    guard, core = worker._guard, worker._core
     shares: Counter[int] = Counter()
     claims: dict[int, int] = {}
     for seq in core._running.values():
@@ -101,7 +103,7 @@ def _prefill(world: World, worker: PrefillWorker) -> None:
 
 
 def _decode(world: World, worker: DecodeWorker) -> None:
-    guard, core = worker.guard, worker.core
+    guard, core = worker._guard, worker._core
     claims: dict[int, int] = {}
     for request in core._requests.values():
         live = (ref.page_id for ref in request.pages.refs if guard.is_live(ref))
@@ -116,7 +118,7 @@ def _pins(
     world: World, worker: Worker, shares: Mapping[int, int], leases: Mapping[int, int], holds: Mapping[int, int]
 ) -> None:
     """Each page's shares, leases and holds are those that the claimants count, by page id."""
-    slots = worker.guard.book_slots()
+    slots = worker._guard.book_slots()
     counted = [_NO_PINS] * len(slots)
     for page_id in {*shares, *leases, *holds}:
         counted[page_id] = shares.get(page_id, 0), leases.get(page_id, 0), holds.get(page_id, 0)
@@ -129,7 +131,7 @@ def _pins(
 
 
 def _claim(world: World, worker: Worker, claims: dict[int, int], page_ids: Iterable[int], owner: int) -> None:
-    slots = worker.guard.book_slots()
+    slots = worker._guard.book_slots()
     for page_id in page_ids:
         if page_id in claims or slots[page_id].owner != owner:
             world.laws.broken("two_owners", f"{worker.name} page {page_id} is claimed by {owner}")

@@ -67,8 +67,8 @@ def _copies(world: World, decode: DecodeWorker) -> None:
 
 def _promises(world: World, prefill: PrefillWorker) -> None:
     """Of handoffs that were completed. One that waits or computes is due when its caller goes."""
-    for handoff_id in prefill.core.leases._leases:
-        seq = prefill.core._promised.get(handoff_id)
+    for handoff_id in prefill._core.leases._leases:
+        seq = prefill._core._promised.get(handoff_id)
         if seq is None or handoff_id not in prefill.promised_ms:
             world.laws.broken("overdue", f"{prefill.name}: a lease that nobody asked for")
         elif seq.completed:

@@ -80,7 +80,7 @@ class DecodeWorker(Worker):
     def start(self) -> None:
         world = self.world
         self.begin_life(self.layout, world.shape.decode_slots)
-        self.core: DecodeCore[SimToken] = DecodeCore(
+        self._core: DecodeCore[SimToken] = DecodeCore(
             self.guard, world.keyer, self.limits, (EOS,), world.dice.stream("ids").randbytes
         )
         self.receiver = PageReceiver(self.guard, self.engine)
@@ -96,18 +96,24 @@ class DecodeWorker(Worker):
         self.schedule_tick()
 
     @property
+    def core(self) -> DecodeCore[SimToken]:
+        self.touched = True
+        return self._core
+
+    @property
     def working(self) -> bool:
+        core = self._core
         landing = any(t.due_ms is not None for t in self._transfers())
         pulling = not all(c.finished for c in self.copies)
-        return bool(self.core.waiting or self.core.running or landing or pulling or not self.steps.idle)
+        return bool(core.waiting or core.running or landing or pulling or not self.steps.idle)
 
     def told_work(self) -> Work:
         owed: Counter[str] = Counter()
         for number, places in self.places.items():
-            held = self.core.request(number)
+            held = self._core.request(number)
             if held is not None and not held.joined and held.routed:
                 owed[places.prefill.name] += 1
-        return Work(self.core.running, self.core.waiting, owed=owed)
+        return Work(self._core.running, self._core.waiting, owed=owed)
 
     def cut(self) -> None:
         error = Unavailable("drain_cut", "the decode worker was drained and did not finish")

@@ -36,18 +36,24 @@ class PrefillWorker(Worker):
         self.begin_life(self.layout, world.shape.prefill_slots)
         self.calls: dict[int, Call] = {}
         self.promised_ms: dict[bytes, int] = {}  # when each handoff was last promised anything, in true time
-        self.core: PrefillCore[SimToken] = PrefillCore(
+        self._core: PrefillCore[SimToken] = PrefillCore(
             self.guard, world.keyer, self.limits, world.dice.stream("ids").randbytes
         )
         self.steps = StepDriver(self)
         self.schedule_tick()
 
     @property
+    def core(self) -> PrefillCore[SimToken]:
+        self.touched = True
+        return self._core
+
+    @property
     def working(self) -> bool:
-        return bool(self.core.waiting or self.core.running or len(self.core.leases)) or not self.steps.idle
+        core = self._core
+        return bool(core.waiting or core.running or len(core.leases)) or not self.steps.idle
 
     def told_work(self) -> Work:
-        return Work(self.core.running, self.core.waiting, len(self.core.leases))
+        return Work(self._core.running, self._core.waiting, len(self._core.leases))
 
     def told_layout(self) -> str:
         return super().told_layout() if self._tells_layout else ""

@@ -29,8 +29,10 @@ class Stepping(Protocol):
 
     name: str
     world: World
-    guard: WatchedGuard
     compute: Compute
+
+    @property
+    def guard(self) -> WatchedGuard: ...
 
     def later(self, delay_ms: int, name: str, call: Callable[..., None], *args: Any) -> None: ...
     def abandon(self, request_no: int) -> None: ...

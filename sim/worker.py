@@ -45,10 +45,18 @@ class Worker:
         self.name = name
         self.life = 0
         self.alive = False
+        # Since its books were audited last, an event of its own ran or somebody took hold of its guard or core. Nothing
+        # else changes them.
+        self.touched = True
         self.skew_ms = 0
         self.behind_ms = 0  # how far its clock has jumped back in all
         if world.dice.hit("clock_skew"):
             self.skew_ms = world.dice.stream("clock_skew/by").randrange(60_000)
+
+    @property
+    def guard(self) -> WatchedGuard:
+        self.touched = True
+        return self._guard
 
     @property
     def now(self) -> int:
@@ -114,7 +122,7 @@ class Worker:
         self.admission = Admission(self.role, lambda: self.now)
         self.engine = MemoryEngine(world.fabric, self.name)
         incarnation = draw_incarnation(world.dice.stream("incarnations").randbytes)
-        self.guard = WatchedGuard(
+        self._guard = WatchedGuard(
             layout, slots, self.engine, incarnation, world.kit.digester, checks=world.checks, scrub=world.shape.scrub
         )
         world.laws.require(incarnation not in world.incarnations, "incarnation_repeats", self.name)
@@ -135,6 +143,7 @@ class Worker:
 
     def _run(self, life: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self.alive and life == self.life:
+            self.touched = True
             call(*args)
 
     def _tick(self) -> None:

@@ -36,8 +36,8 @@ SECRET = b"the simulator's own secret"
 CALM_AFTER_MS = 150  # faults stop so long after the last request
 PROBE_AFTER_MS = 100  # time for every gateway to look at every worker again
 LIMIT_MS = 17_000  # more than the longest request, and then the longest drain
-HEAVY_EVERY = 32
-EVERY_EVENT_SHARE = 0.1  # of the seeds, whose books are audited in full after every event
+HEAVY_EVERY = 32  # events between two audits of all workers, touched or not, and of all due times
+EVERY_EVENT_SHARE = 0.1  # of the seeds, in which all that is audited after every event
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,9 @@ class World:
         while not self.finished():
             heap.run_next()
             audit.light(self)
-            if heap.events % heavy == 0:
-                audit.heavy(self)
+            in_full = heap.events % heavy == 0
+            audit.books(self, every=in_full)
+            if in_full:
                 deadlines.judge(self)
                 self.controller.judge_overdue()
             if not self.dice.over and heap.now_ms >= self.calm_ms:
@@ -291,7 +292,7 @@ class World:
 
 
 def audited_every(seed: int) -> int:
-    """Events between two full audits: what is wrong for less than that can pass in most seeds, in the others not."""
+    """Events between two full audits: who is late for less than that passes in most seeds, in the others not."""
     return 1 if random.Random(f"{seed}/audit").random() < EVERY_EVENT_SHARE else HEAVY_EVERY
 
 
