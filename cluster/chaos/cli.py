@@ -163,9 +163,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 def _print_report(report: Report) -> None:
     rows = [
-        ("requests sent", report.sent), ("right answers", report.ok), ("cancelled by us", report.cancels),
-        *((f"error {cause}", count) for cause, count in report.errors_by_cause.items()),
-        ("hung", report.hung), ("wrong ends", report.wrong), ("foreign tokens", report.foreign_tokens),
+        ("requests sent", report.sent), ("right answers", report.ok),
+        *((f"ended {cause}", count) for cause, count in report.errors_by_cause.items()),
+        ("hung", report.hung), ("wrong ends, of these", report.wrong), ("foreign tokens", report.foreign_tokens),
         *((f"fault {kind}", count) for kind, count in report.faults.items()),
     ]  # fmt: skip
     title = f"Chaos, seed {report.seed}: {report.rounds} rounds in {report.seconds:.0f} s over {report.engine}"

@@ -49,7 +49,7 @@ def judge(wanted: Sequence[int], seen: Seen) -> Verdict:
         whole = seen.tokens == tuple(wanted)
         return Verdict(End.OK if whole else End.WRONG, "" if whole else "wrong_answer", foreign)
     if seen.left:
-        return Verdict(End.CANCELLED, "left", foreign)
+        return Verdict(End.CANCELLED, "cancelled_by_caller", foreign)
     if seen.error is None:
         return Verdict(End.WRONG, "ended_without_a_word", foreign)
     return Verdict(End.ERROR, seen.error.reason, foreign)
@@ -57,7 +57,8 @@ def judge(wanted: Sequence[int], seen: Seen) -> Verdict:
 
 @dataclass
 class Totals:
-    """Adds up as it goes; `add_up` tells whether every request that was sent is counted once."""
+    """Adds up as it goes; `add_up` tells whether every request that was sent is counted once: as `ok`, as `hung`, or
+    under the cause for which it was neither. What is `cancels` and `wrong` has its cause there, too."""
 
     sent: int = 0
     ok: int = 0
@@ -75,7 +76,7 @@ class Totals:
         self.cancels += verdict.end is End.CANCELLED
         self.hung += verdict.end is End.HUNG
         self.wrong += verdict.end is End.WRONG
-        if verdict.end is End.ERROR:
+        if verdict.end in (End.ERROR, End.CANCELLED, End.WRONG):
             self.errors_by_cause[verdict.cause] += 1
 
     @property
@@ -84,8 +85,7 @@ class Totals:
 
     @property
     def add_up(self) -> bool:
-        ends = self.ok + self.cancels + self.hung + self.wrong + sum(self.errors_by_cause.values())
-        return ends == self.sent
+        return self.ok + self.hung + sum(self.errors_by_cause.values()) == self.sent
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Report:
     sent: int
     ok: int
     cancels: int
-    errors_by_cause: dict[str, int]
+    errors_by_cause: dict[str, int]  # of all that is neither `ok` nor `hung`
     hung: int
     wrong: int
     foreign_tokens: int

@@ -23,8 +23,8 @@ GONE = Unavailable("prefill_gone", "gone")
         (Seen((5, 6)), Verdict(End.WRONG, "ended_without_a_word", 0)),
         (Seen((5,), error=GONE), Verdict(End.ERROR, "prefill_gone")),
         (Seen((6,), error=GONE), Verdict(End.ERROR, "prefill_gone", 1)),
-        (Seen((5,), left=True), Verdict(End.CANCELLED, "left")),
-        (Seen((6,), left=True), Verdict(End.CANCELLED, "left", 1)),
+        (Seen((5,), left=True), Verdict(End.CANCELLED, "cancelled_by_caller")),
+        (Seen((6,), left=True), Verdict(End.CANCELLED, "cancelled_by_caller", 1)),
         (Seen(WANTED, finished=True, left=True), Verdict(End.OK)),
         (Seen((5,), hung=True), Verdict(End.HUNG, "hung")),
     ],
@@ -39,7 +39,8 @@ def test_totals_add_up_to_the_requests_sent():
         totals.sent += 1
         totals.count(seen, judge(WANTED, seen))
     assert (totals.ok, totals.cancels, totals.hung, totals.wrong) == (1, 1, 1, 1)
-    assert totals.errors_by_cause == {"prefill_gone": 1}
+    assert totals.errors_by_cause == {"prefill_gone": 1, "cancelled_by_caller": 1, "ended_without_a_word": 1}
+    assert totals.ok + totals.hung + sum(totals.errors_by_cause.values()) == totals.sent
     assert totals.add_up
     totals.sent += 1
     assert not totals.add_up
