@@ -754,7 +754,7 @@ class ExplainRequest(_message.Message):
 
     CODE_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """An error's reason such as stale_page, or a gRPC status such as ABORTED."""
+    """An error's reason such as digest_mismatch, or a gRPC status such as ABORTED."""
     def __init__(
         self,
         *,

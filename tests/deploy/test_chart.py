@@ -210,10 +210,23 @@ def test_tls_comes_from_a_secret() -> None:
         assert {"name": "GENLOCK_CA", "value": "/etc/genlock/tls/ca.crt"} in container(
             group(documents, role)["template"]
         )["env"]
-    # The kubelet's gRPC probe speaks no TLS.
-    gateway = container(one(documents, "Deployment", "genlock-gateway")["spec"]["template"])
-    assert all("grpc" not in gateway[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe"))
     assert check(documents) == ()
+
+
+@pytest.mark.parametrize(("flags", "scheme"), [((), "HTTP"), (("tls.secretName=genlock-tls",), "HTTPS")])
+def test_a_gateway_without_workers_is_not_ready_and_not_restarted(flags: tuple[str, ...], scheme: str) -> None:
+    """Workers may take far longer to start than a start-up probe waits."""
+    documents = with_values(*flags)
+    gateway = container(one(documents, "Deployment", "genlock-gateway")["spec"]["template"])
+    api = load(file_text=one(documents, "ConfigMap")["data"]["genlock.yaml"]).config.api
+    for probe in ("startupProbe", "livenessProbe"):
+        assert gateway[probe]["httpGet"] == {"path": "/healthz", "port": api.http_port, "scheme": scheme}
+    ready = gateway["readinessProbe"]
+    if flags:  # the kubelet's gRPC probe speaks no TLS
+        assert ready["httpGet"] == {"path": "/readyz", "port": api.http_port, "scheme": "HTTPS"}
+    else:
+        assert ready["grpc"] == {"port": api.port}
+    assert "tcpSocket" not in ready, "an open port says nothing of workers and drains"
 
 
 def test_who_asks_for_tenants_can_read_them() -> None:

@@ -20,6 +20,7 @@ from tests.support.documents import (
     name_of,
     run,
     said,
+    unsaid,
 )
 
 # What the commands of the documents read.
@@ -55,6 +56,18 @@ def test_every_mark_stands_over_a_block() -> None:
         text = document.read_text()
         name = name_of(document)
         assert text.count(MARK) == sum(block.run for block in blocks(text, name)), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_block_of_commands_is_run_or_says_why_not(document: Path) -> None:
+    assert unsaid(document.read_text(), name_of(document)) == []
+
+
+def test_a_block_that_says_nothing_is_seen() -> None:
+    said_why = "<!-- not run: builds images -->\n```console\n$ docker build .\n```\n"
+    text = f"{said_why}\n```console\n$ true\n```\n\n```\ngenlock status   # hidden\n```\n\n```\nno command\n```\n"
+    assert unsaid(text, "x.md") == ["x.md:6", "x.md:10"]
+    assert unsaid(said_why.replace(": builds images", ""), "x.md") == ["x.md:2"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

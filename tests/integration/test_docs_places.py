@@ -69,7 +69,7 @@ def in_terminals(script: str) -> str:
     """Each `genlock up` in a terminal of its own, where it is ended at last."""
     out, ups = [], 0
     for line in script.splitlines():
-        if line.startswith("genlock up"):
+        if line.startswith(("genlock up", ".venv/bin/genlock up")):
             out.append(UP.format(command=bare(line)))
             ups += 1
         else:

@@ -26,6 +26,12 @@ BLOCK = re.compile(
     r"```(console|python)\n(.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+# A block that no test runs says so, and why.
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
+# Lines of a plain block that are commands all the same.
+COMMAND = re.compile(
+    r"^(\$ |([A-Z_]+=\S+ )*(\.venv/bin/)?(curl|docker|export|genlock|helm|kubectl|make|pip|python|ray) )", re.M
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LIMIT_S = 300
 # Blocks in these languages hold no commands.
@@ -104,6 +110,15 @@ def console(body: str) -> list[str]:
         elif line.startswith(" ") and commands:
             commands[-1] += "\n" + line
     return commands
+
+
+def unsaid(text: str, name: str) -> list[str]:
+    """Where a document shows commands that are not marked to be run, without saying why not."""
+    unmarked = [one.start() for one in BLOCK.finditer(text) if one.group(1) is None]
+    silent = [at for at in unmarked if not NOT_RUN.search(text[:at])]
+    plain = [one for one in FENCE.finditer(text) if one.group(1) not in (*DATA, "console")]
+    hidden = [one.start() for one in plain if COMMAND.search(one.group(2))]
+    return [f"{name}:{text.count(chr(10), 0, at) + 1}" for at in sorted(silent + hidden)]
 
 
 def all_blocks() -> list[Block]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_a_status_lists_its_reasons() -> None:
 def test_an_unknown_code_names_near_ones() -> None:
     with pytest.raises(NotFound, match="digest_mismatch"):
         explain("digest_mismach")
+
+
+def test_the_reasons_that_the_api_names_are_reasons() -> None:
+    texts = [path.read_text() for path in sorted((ROOT / "proto").rglob("*.proto"))]
+    named = [name for text in texts for name in re.findall(r"reason such as (\w+)", text)]
+    assert named
+    assert set(named) <= {known.code for known in codes()}
 
 
 def test_http_statuses_are_those_that_the_door_answers() -> None:
