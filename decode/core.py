@@ -29,6 +29,7 @@ from kvstore.keys import PrefixKeyer
 from kvstore.receipt import ExpectedPages
 from kvstore.step import PageRun, PlanRow, StepPlan
 from model.ticket import FinishReason, Ticket, finish_reason
+from wire.elapsed import elapsed_ms
 
 
 class HasToken(Protocol):
@@ -288,7 +289,7 @@ class DecodeCore(Generic[T]):
         del self._waiting[req.request_no]
         self._requests[req.request_no] = req
         expected = ExpectedPages(len(req.tokens), page_tokens, req.keys)
-        return StartHandoff(req.request_no, req.ticket, expected, local, now_ms - req.queued_ms)
+        return StartHandoff(req.request_no, req.ticket, expected, local, elapsed_ms(req.queued_ms, now_ms))
 
     def _emit(self, req: DecodeRequest, token: T) -> list[Outcome[T]]:
         req.tokens.append(token.token_id)

@@ -24,6 +24,7 @@ from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket, finish_reason
 from wire.admission import Admission
 from wire.causes import Causes
+from wire.elapsed import elapsed_ms
 from wire.errors import surprise
 from wire.load import LoadTally
 from wire.matchers import matcher_for
@@ -233,7 +234,7 @@ class DecodeEngine:
         published = self._runner.run(plan, {row.request_no: self._sample_row(row.request_no) for row in plan.rows})
         self._steps += 1
         self.tally.add(len(plan.rows), plan.tokens)
-        self.load.step(len(plan.rows), plan.tokens, self._clock() - begun_ms)
+        self.load.step(len(plan.rows), plan.tokens, elapsed_ms(begun_ms, self._clock()))
         self._count(plan)
         self._deliver(self.core.apply(plan, published, self._clock()))
         return True

@@ -34,6 +34,7 @@ from wire.convert import (
     ticket_to_proto,
 )
 from wire.dial import Channels
+from wire.elapsed import elapsed_ms
 from wire.errors import from_rpc
 from wire.tracing import NO_SPAN, OK, Span, Trail, no_trail
 
@@ -324,7 +325,7 @@ class _Attempt:
             cached_tokens=completed.cached_tokens,
             prefill_queue_ms=completed.queue_ms,
             prefill_ms=completed.prefill_ms,
-            transfer_ms=max(0, self._shared.clock() - (self._completed_ms or self._shared.clock())),
+            transfer_ms=elapsed_ms(self._completed_ms or self._shared.clock(), self._shared.clock()),
             pages=self._start.expected.count,
             verified=self._rules.ready,
         )

@@ -33,6 +33,7 @@ from kvstore.lifecycle import CACHE_OWNER
 from kvstore.prefix_index import Content, PrefixIndex
 from kvstore.step import PageRun, PlanRow, StepPlan
 from model.ticket import Ticket
+from wire.elapsed import elapsed_ms
 
 T = TypeVar("T")
 
@@ -322,8 +323,8 @@ class PrefillCore(Generic[T]):
         assert result.output is not None, "a completed row wanted logits"
         events.append(
             HandoffCompleted(
-                seq.request_no, len(seq.keys), result.output, seq.started_ms - seq.submitted_ms,
-                now_ms - seq.started_ms,
+                seq.request_no, len(seq.keys), result.output, elapsed_ms(seq.submitted_ms, seq.started_ms),
+                elapsed_ms(seq.started_ms, now_ms),
             )
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from model.ticket import Ticket
 from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, PrefillSequence
 from wire.admission import Admission
 from wire.causes import Causes
+from wire.elapsed import elapsed_ms
 from wire.load import LoadTally
 from wire.matchers import matcher_for
 from wire.step_loop import StepLoop
@@ -170,7 +171,7 @@ class PrefillEngine:
         }
         begun_ms = self._clock()
         published = self._runner.run(plan, sampling)
-        self.load.step(len(plan.rows), plan.tokens, self._clock() - begun_ms)
+        self.load.step(len(plan.rows), plan.tokens, elapsed_ms(begun_ms, self._clock()))
         self._steps += 1
         self._tokens += plan.tokens
         self.tally.add(len(plan.rows), plan.tokens)

@@ -203,6 +203,7 @@ class DecodeWorker(Worker):
                 self.asked_ms[start.request_no] = self.world.heap.now_ms
                 self.world.callers.wanted(self.requests[start.request_no], start.attempt)
                 continue
+            assert start.queue_ms >= 0, "a gateway takes no negative durations"
             places = self.places[start.request_no]
             attempt = Attempt(self, start, places.prefill, places.prefill_endpoint)
             self.attempts[start.request_no] = attempt

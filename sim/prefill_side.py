@@ -148,6 +148,7 @@ class PrefillWorker(Worker):
             if call is None:
                 continue
             if isinstance(event, HandoffCompleted):
+                assert min(event.queue_ms, event.prefill_ms) >= 0, "decode takes no negative durations"
                 done = Completed(call.handoff_id, event.page_count, event.first, event.queue_ms, event.prefill_ms)
                 net.send(call, done)
             else:
