@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from cluster.cli.reach import parsed
 from cluster.config import LoadedConfig, load
 from kvstore.errors import InvalidInput
 from kvstore.files import FileReader
@@ -54,6 +55,13 @@ def cluster_options(command: F) -> F:
     return command
 
 
+def checked_endpoint(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    """Raises click.BadParameter."""
+    if value and parsed(value) is None:
+        raise click.BadParameter(f"{value[:64]!r} must read HOST:PORT, as 127.0.0.1:50051 or [::1]:50051")
+    return value
+
+
 def client_options(command: F) -> F:
     """--endpoint, --token, --timeout."""
     for option in (
@@ -63,7 +71,7 @@ def client_options(command: F) -> F:
         ),
         click.option("--token", envvar="GENLOCK_TOKEN", help="Bearer token.  [env: GENLOCK_TOKEN]"),
         click.option(
-            "--endpoint", envvar="GENLOCK_ENDPOINT", metavar="HOST:PORT",
+            "--endpoint", envvar="GENLOCK_ENDPOINT", metavar="HOST:PORT", callback=checked_endpoint,
             help="The cluster's gateway. Default: where `genlock up` serves with the same settings.  "
             "[env: GENLOCK_ENDPOINT]",
         ),
