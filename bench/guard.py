@@ -10,6 +10,7 @@ pages to be written, the tag compare inside the kernels, exit check. The figures
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -24,6 +25,7 @@ from rich.progress import Progress
 
 from kvstore.checks import ALL_CHECKS, Checks
 from kvstore.digest import Digester
+from kvstore.errors import InvalidInput
 from kvstore.guard import Guard
 from kvstore.ids import draw_incarnation
 from kvstore.layout import KvFormat
@@ -41,6 +43,8 @@ BATCHES = (1, 8, 32)
 CONTEXT_TOKENS = 512
 PAGE_TOKENS = 32
 DISTINCT_PROMPTS = 2
+TOKEN_IDS = (1000, 40_000)
+KERNEL_PAIRS = 300
 NO_CHECKS = ALL_CHECKS.without("rows", "entry", "kernel", "exit", "write")
 
 
@@ -51,6 +55,9 @@ class GuardRow:
     batch: int
     context_tokens: int
     cost_percent: float  # median over pairs of (guarded / bare - 1)
+    # Between these it is with 95 % confidence; where 0 is between them, no cost was seen.
+    cost_low_percent: float
+    cost_high_percent: float
     p95_percent: float  # 95th percentile of guarded steps over that of bare steps
     step_ms_guarded: float
     step_ms_bare: float
@@ -59,6 +66,11 @@ class GuardRow:
     kernel_us: float  # all layers' attention and writes with the compare, less without
     exit_us: float
     pairs: int
+
+
+def drawn_from(vocab_size: int) -> tuple[int, int]:
+    """The ids of a prompt: ordinary tokens of a large vocabulary, all of a small one."""
+    return TOKEN_IDS if vocab_size >= TOKEN_IDS[1] else (0, vocab_size)
 
 
 class _Bench:
@@ -76,7 +88,7 @@ class _Bench:
         rows: list[PlanRow] = []
         for number in range(1, batch + 1):
             run = PageRun(self.guard.allocate(number, pages))
-            ids = tuple(int(t) for t in rng.integers(1000, 40_000, context_tokens))
+            ids = tuple(int(t) for t in rng.integers(*drawn_from(model.info.vocab_size), context_tokens))
             if number <= DISTINCT_PROMPTS:
                 self._prefill(number, ids, run)
             else:  # contents repeat, pages do not: time depends on the pages alone
@@ -125,17 +137,35 @@ class _Bench:
         self.guard.checks = NO_CHECKS
         with self.guard.step(plan) as step:
             without = self._attend(step.read)
-            on, off = [], []
-            for _ in range(60):
-                on.append(_time_ns(with_check))
-                off.append(_time_ns(without))
-        layers = self.guard.layout.layers
-        return entry_us, layers * (statistics.median(on) - statistics.median(off)) / 1000, exit_us
+            more_ns = statistics.median(
+                on - off
+                for on, off in (
+                    in_turn(lambda: _time_ns(with_check), lambda: _time_ns(without), turn)
+                    for turn in range(KERNEL_PAIRS)
+                )
+            )
+        return entry_us, self.guard.layout.layers * more_ns / 1000, exit_us
 
     def _attend(self, table) -> Callable[[], object]:  # type: ignore[no-untyped-def] # a ReadTable
         layout = self.guard.layout
         query = torch.randn(len(self.rows), layout.kv_heads * 3, layout.key_width)
         return lambda: self.backend.attend(0, query, table, layout.key_width**-0.5)
+
+
+def in_turn(one: Callable[[], int], other: Callable[[], int], turn: int) -> tuple[int, int]:
+    """What both return, `one`'s first; which of them runs first changes with every turn."""
+    if turn % 2:
+        return one(), other()
+    theirs = other()
+    return one(), theirs
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what the values were drawn from is, with 95 % confidence, whatever their distribution: the
+    values of rank n/2 -+ 0.98 sqrt(n), outwards. Of fewer than six no two values are so far apart: all of them then."""
+    ordered, middle, reach = sorted(values), len(values) / 2, 0.98 * math.sqrt(len(values))
+    low, high = math.floor(middle - reach), math.ceil(middle + reach + 1)  # ranks, from 1
+    return ordered[max(low, 1) - 1], ordered[min(high, len(ordered)) - 1]
 
 
 def _time_ns(work: Callable[[], object]) -> int:
@@ -157,21 +187,23 @@ def measure(model: LanguageModel, batch: int, context_tokens: int, seconds: floa
     bare: list[int] = []
     deadline = time.perf_counter() + seconds
     while len(guarded) < 8 or time.perf_counter() < deadline:
-        if len(guarded) % 2:
-            guarded.append(bench.step_ns(ALL_CHECKS))
-            bare.append(bench.step_ns(NO_CHECKS))
-        else:
-            bare.append(bench.step_ns(NO_CHECKS))
-            guarded.append(bench.step_ns(ALL_CHECKS))
+        on, off = in_turn(lambda: bench.step_ns(ALL_CHECKS), lambda: bench.step_ns(NO_CHECKS), len(guarded))
+        guarded.append(on)
+        bare.append(off)
     entry_us, kernel_us, exit_us = bench.parts_us()
-    ratio = statistics.median(g / b for g, b in zip(guarded, bare, strict=True))
+    ratios = [g / b for g, b in zip(guarded, bare, strict=True)]
+    cost, low, high = (_percent(ratio) for ratio in (statistics.median(ratios), *median_interval(ratios)))
     p95 = float(np.percentile(guarded, 95) / np.percentile(bare, 95))
     step_ms = statistics.median(guarded) / 1e6
     return GuardRow(
-        batch, context_tokens, round(100 * (ratio - 1), 3), round(100 * (p95 - 1), 3), round(step_ms, 3),
+        batch, context_tokens, cost, low, high, _percent(p95), round(step_ms, 3),
         round(statistics.median(bare) / 1e6, 3), round(batch * 1000 / step_ms, 1), round(entry_us, 1),
         round(kernel_us, 1), round(exit_us, 1), len(guarded),
     )  # fmt: skip
+
+
+def _percent(ratio: float) -> float:
+    return round(100 * (ratio - 1), 3)
 
 
 def run(
@@ -183,6 +215,10 @@ def run(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"loading {model_name}", total=len(batches))
         model, _ = load_model(model_name)
+        if context_tokens > model.info.context_tokens:
+            raise InvalidInput(
+                "bad_context", f"{model_name} has a context of {model.info.context_tokens} tokens", field="--context"
+            )
         for batch in batches:
             progress.update(task, description=f"batch {batch}, {context_tokens} tokens of context")
             rows.append(measure(model, batch, context_tokens, seconds, attention))
@@ -213,12 +249,15 @@ def command(
     if as_json:
         click.echo(json.dumps({"rows": [asdict(r) for r in rows]}))
         return 0
-    click.echo("batch  context  step guarded/bare ms   cost %   p95 %   entry us  kernel us  exit us  tokens/s  pairs")
+    click.echo(
+        "batch  context  step guarded/bare ms   cost %      +-   p95 %   entry us  kernel us  exit us  tokens/s  pairs"
+    )
     for r in rows:
+        half = (r.cost_high_percent - r.cost_low_percent) / 2
         click.echo(
             f"{r.batch:5d}  {r.context_tokens:7d}  {r.step_ms_guarded:9.2f} / {r.step_ms_bare:8.2f}  "
-            f"{r.cost_percent:+7.3f} {r.p95_percent:+7.3f}  {r.entry_us:9.1f}  {r.kernel_us:9.1f}  {r.exit_us:7.1f}"
-            f"  {r.tokens_per_s_guarded:8.1f}  {r.pairs:5d}"
+            f"{r.cost_percent:+7.3f} {half:7.3f} {r.p95_percent:+7.3f}  {r.entry_us:9.1f}  {r.kernel_us:9.1f}  "
+            f"{r.exit_us:7.1f}  {r.tokens_per_s_guarded:8.1f}  {r.pairs:5d}"
         )
     return 0
 

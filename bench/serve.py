@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.drive import GenlockSystem, Limits, OpenAiSystem, System, drive, place_of
 from bench.load import Percentiles, Sample, ServeRow, Shape, Spread, add_up, make_asks
 from cluster.cli.client import connect
-from cluster.cli.options import cluster_options, load_settings, settings_options
+from cluster.cli.options import checked_endpoint, cluster_options, load_settings, settings_options
 from cluster.cli.render import stdout, table
 from cluster.cli.up import cluster_flags, make_cluster
 from cluster.launch.up import Cluster
@@ -271,7 +271,10 @@ Examples:
 \b
 Ctrl-C stops the load, prints what was measured so far, and stops the private cluster."""
 )
-@click.option("--endpoint", metavar="HOST:PORT", help="A running cluster; default: a private one for this run.")
+@click.option(
+    "--endpoint", metavar="HOST:PORT", callback=checked_endpoint,
+    help="A running cluster; default: a private one for this run.",
+)  # fmt: skip
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True, help="Requests/s.")
 @click.option("--requests", type=click.IntRange(1), default=40, show_default=True)
 @click.option("--prompt-tokens", default="64:512", show_default=True, help="LOW:HIGH, evenly drawn, or N.")

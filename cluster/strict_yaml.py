@@ -90,6 +90,17 @@ class YamlReader:
             raise self.error(f"is no YAML: {type(error).__name__}", name, build.line) from error
         return build.root
 
+    def line(self, text: str, path: str) -> int:
+        """The line of the field `slo.ttft_ms`, or the like, of a text that was read; 0 where it is not there."""
+        node, line = yaml.compose(text, Loader=_LOADER), 0
+        for name in path.split("."):
+            pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+            found = next(((key, value) for key, value in pairs if key.value == name), None)
+            if found is None:
+                return 0
+            line, node = found[0].start_mark.line + 1, found[1]
+        return line
+
     def error(self, wrong: str, name: str = "", line: int = 0, path: str = "") -> InvalidInput:
         """`path`: the field of the text."""
         where = f"{name} line {line}".strip() if line else name

@@ -182,7 +182,8 @@ def _merged(section: Any, tree: object, prefix: str) -> Any:
         key = f"{prefix}{name}"
         if name not in known:
             hint = difflib.get_close_matches(str(name), known, n=1)
-            raise _bad(key, f"is no field; did you mean {prefix}{hint[0]}?" if hint else "is no field")
+            meant = f"; did you mean {prefix}{hint[0]}" if hint else ""
+            raise _bad(key, f"is no field{meant}; known: {', '.join(f'{prefix}{field}' for field in known)}")
         before = getattr(section, name)
         if dataclasses.is_dataclass(before):
             changes[name] = _merged(before, raw, f"{key}.")

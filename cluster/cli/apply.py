@@ -16,7 +16,7 @@ from cluster.cli.operate import (
     show,
     wait_options,
 )
-from cluster.cli.options import NAMED_FILE, endpoint_or_default, read_input
+from cluster.cli.options import NAMED_FILE, endpoint_or_default, judged_elsewhere, read_input
 from kvstore.files import FileReader
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def apply(
 ) -> int:  # fmt: skip
     """Makes the fleet what a file says."""
     from cluster.cli.client import connect, run_async
+    from cluster.operators.fleet import CLUSTER_TEXT
     from genlock.v1 import operator_pb2 as pb
 
     request = pb.ApplyRequest(text=_cluster_text(path), mutation=mutation(**change))
@@ -69,9 +70,10 @@ def apply(
                 answer.fleet.CopyFrom(await settle(client, wait_s, answer.fleet, what="Applying"))
             return answer
 
-    answer = run_async(work())
+    with judged_elsewhere(CLUSTER_TEXT, request.text, _name(path)):
+        answer = run_async(work())
     click.echo(f"{len(answer.changes)} changes" if answer.changes else "Nothing to change", err=True)
-    show(answer, output, lambda told, wide: [_changes(told), *fleet_tables(told.fleet, wide)])
+    show(answer, output, lambda told, wide: [*_changes(told), *fleet_tables(told.fleet, wide)])
     return 0
 
 
@@ -87,11 +89,13 @@ Exit codes: 0 nothing differs, 1 something does."""
 @operator_options
 def diff(path: str, endpoint: str | None, token: str | None, timeout_s: float, output: str) -> int:
     """Shows what `apply` would change, and changes nothing."""
+    from cluster.operators.fleet import CLUSTER_TEXT
     from genlock.v1 import operator_pb2 as pb
 
     request = pb.ApplyRequest(text=_cluster_text(path), mutation=pb.Mutation(dry_run=True))
-    answer = call(endpoint, token, timeout_s, "Apply", request)
-    show(answer, output, lambda told, _wide: [_changes(told)])
+    with judged_elsewhere(CLUSTER_TEXT, request.text, _name(path)):
+        answer = call(endpoint, token, timeout_s, "Apply", request)
+    show(answer, output, lambda told, _wide: _changes(told), empty="No difference")
     return 1 if answer.changes else 0
 
 
@@ -100,9 +104,15 @@ def _cluster_text(path: str) -> str:
     from cluster.operators.fleet import CLUSTER_TEXT
 
     text = read_input(path, CLUSTER_FILE)
-    CLUSTER_TEXT.tree(text, "stdin" if path == "-" else path)
+    CLUSTER_TEXT.tree(text, _name(path))
     return text
 
 
-def _changes(answer: pb.ApplyResponse) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    return ("Changes", ("field", "now", "then"), [(one.field, one.before, one.after) for one in answer.changes])
+def _name(path: str) -> str:
+    return "stdin" if path == "-" else path
+
+
+def _changes(answer: pb.ApplyResponse) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """No table where nothing changes."""
+    rows: list[tuple[str, ...]] = [(one.field, one.before, one.after) for one in answer.changes]
+    return [("Changes", ("field", "now", "then"), rows)] if rows else []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.cli.operate import call, change_options, mutation, operator_options, show
-from cluster.cli.options import NAMED_FILE
+from cluster.cli.options import NAMED_FILE, judged_elsewhere
 from kvstore.files import FileReader
 
 if TYPE_CHECKING:
@@ -53,13 +54,16 @@ def set_policy(
     **change: Any,
 ) -> int:  # fmt: skip
     """Gives the fleet a policy, or changes fields of the one it has."""
+    from cluster.autoscale.policy import POLICY_TEXT
     from genlock.v1 import operator_pb2 as pb
 
     if bool(fields) == bool(path):
         raise click.UsageError("name fields as FIELD=VALUE, or a file with -f")
     text = as_policy(fields) if fields else _policy_text(str(path))
     request = pb.SetAutoscaleRequest(policy=text, merge=bool(fields), mutation=mutation(**change))
-    _show(call(endpoint, token, timeout_s, "SetAutoscale", request), output)
+    with judged_elsewhere(POLICY_TEXT, text, path, "autoscale.") if path else nullcontext():
+        view = call(endpoint, token, timeout_s, "SetAutoscale", request)
+    _show(view, output)
     return 0
 
 

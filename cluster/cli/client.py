@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from cluster.cli.main import Unreachable
+from cluster.cli.reach import CA_VARIABLE, look, why_not
 from genlock.v1 import inference_pb2 as pb
 from genlock.v1 import inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import Unavailable
@@ -22,7 +23,6 @@ from wire.errors import told_by_peer
 from wire.options import MAX_MESSAGE_BYTES, channel_options
 
 T = TypeVar("T")
-CA_VARIABLE = "GENLOCK_CA"
 CONNECT_TIMEOUT_S = 3.0
 
 
@@ -83,19 +83,15 @@ async def connect(endpoint: str, token: str | None, timeout_s: float) -> AsyncIt
     """A client of the cluster at `endpoint`, over TLS where GENLOCK_CA names the certificates to trust. Raises
     Unreachable when nobody answers there."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    async with open_front(endpoint, os.environ.get(CA_VARIABLE, "")) as channel:
+    ca_file = os.environ.get(CA_VARIABLE, "")
+    async with open_front(endpoint, ca_file) as channel:
         try:
             async with asyncio.timeout(min(CONNECT_TIMEOUT_S, timeout_s)):
                 await channel.channel_ready()
         except TimeoutError:
-            raise Unreachable(
-                f"no cluster at {endpoint}: start one with `genlock up`, or name another with --endpoint{_about_tls()}"
-            ) from None
+            seen = await asyncio.to_thread(look, endpoint, ca_file)
+            raise Unreachable(why_not(endpoint, ca_file, seen)) from None
         yield Client(channel, metadata, timeout_s, endpoint)
-
-
-def _about_tls() -> str:
-    return "" if os.environ.get(CA_VARIABLE) else f"; where it speaks TLS, name its CA in {CA_VARIABLE}"
 
 
 def open_front(endpoint: str, ca_file: str) -> grpc.aio.Channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -102,6 +103,8 @@ def exit_code_of(error: GenlockError) -> int:
 
 def run(args: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    # Before gRPC is imported: it tells on stderr that each start of a process by Ray is harmless. Its errors stay.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         result = cli.main(args=None if args is None else list(args), prog_name="genlock", standalone_mode=False)
     except click.Abort:

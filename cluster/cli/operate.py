@@ -84,13 +84,16 @@ def call(endpoint: str | None, token: str | None, timeout_s: float, name: str, r
     return run_async(work())
 
 
-def show(answer: Message, output: str, tables: Tables) -> None:
-    """On stdout, in the form that was asked for."""
+def show(answer: Message, output: str, tables: Tables, empty: str = "") -> None:
+    """On stdout, in the form that was asked for. `empty`: what is said in place of no table at all."""
     from cluster.cli import render
 
     def print_tables(wide: bool) -> None:
         out = render.stdout()
-        for number, (title, columns, rows) in enumerate(tables(answer, wide)):
+        found = tables(answer, wide)
+        if not found:
+            out.print(empty)
+        for number, (title, columns, rows) in enumerate(found):
             if number:
                 out.print()
             out.print(render.table(title, columns, rows))

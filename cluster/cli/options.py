@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from cluster.cli.reach import parsed
 from cluster.config import LoadedConfig, load
+from cluster.strict_yaml import YamlReader
 from kvstore.errors import InvalidInput
 from kvstore.files import FileReader
 
 F = TypeVar("F", bound=Callable[..., Any])
+TEXT_REASONS = frozenset({"bad_cluster_file", "bad_policy"})
 # Shells complete it as a file; whether there is one, its reader tells.
 NAMED_FILE = click.Path(readable=False)
 
@@ -54,6 +58,13 @@ def cluster_options(command: F) -> F:
     return command
 
 
+def checked_endpoint(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    """Raises click.BadParameter."""
+    if value and parsed(value) is None:
+        raise click.BadParameter(f"{value[:64]!r} must read HOST:PORT, as 127.0.0.1:50051 or [::1]:50051")
+    return value
+
+
 def client_options(command: F) -> F:
     """--endpoint, --token, --timeout."""
     for option in (
@@ -63,7 +74,7 @@ def client_options(command: F) -> F:
         ),
         click.option("--token", envvar="GENLOCK_TOKEN", help="Bearer token.  [env: GENLOCK_TOKEN]"),
         click.option(
-            "--endpoint", envvar="GENLOCK_ENDPOINT", metavar="HOST:PORT",
+            "--endpoint", envvar="GENLOCK_ENDPOINT", metavar="HOST:PORT", callback=checked_endpoint,
             help="The cluster's gateway. Default: where `genlock up` serves with the same settings.  "
             "[env: GENLOCK_ENDPOINT]",
         ),
@@ -96,6 +107,20 @@ def load_settings(
 def read_input(path: str, reader: FileReader) -> str:
     """Text of a file, or of stdin where `path` is `-`. Raises InvalidInput."""
     return reader.stream(sys.stdin.buffer, "stdin") if path == "-" else reader.text(path)
+
+
+@contextmanager
+def judged_elsewhere(reader: YamlReader, text: str, name: str, prefix: str = "") -> Iterator[None]:
+    """Says file and line of what a cluster finds wrong with a text: it does not know the file. `prefix`: what it calls
+    the whole text."""
+    try:
+        yield
+    except InvalidInput as error:
+        if error.reason not in TEXT_REASONS:
+            raise
+        line = reader.line(text, error.field.removeprefix(prefix))
+        where = f"{name} line {line}" if line else name
+        raise InvalidInput(error.reason, f"{where}: {error.message}", field=error.field) from error
 
 
 def endpoint_or_default(endpoint: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 from google.protobuf.message import Message
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -28,15 +28,16 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A plain table; numbers are aligned to the right. Cells are text, never markup."""
-    out = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> RenderableType:
+    """A plain table; numbers are aligned to the right. Cells are text, never markup. The title is a line of its own:
+    as the table's it would be as narrow as the table."""
+    out = Table(box=None, pad_edge=False, header_style="bold")
     numeric = [bool(rows) and all(isinstance(row[at], int | float) for row in rows) for at in range(len(columns))]
     for name, right in zip(columns, numeric, strict=True):
         out.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:
         out.add_row(*(Text(cell(value)) for value in row))
-    return out
+    return Group(Text(title, style="table.title"), out) if title else out
 
 
 def cell(value: object) -> str:

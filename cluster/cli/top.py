@@ -43,11 +43,17 @@ def command(endpoint: str | None, token: str | None, timeout_s: float, interval_
     async def work() -> None:
         before: dict[str, int] = {}
         async with connect(endpoint_or_default(endpoint), token, timeout_s) as client:
-            with Live(console=console, screen=console.is_terminal and not iterations, auto_refresh=False) as live:
+            live = Live(console=console, screen=not iterations, auto_refresh=False)
+            # Where nothing can be drawn over, one picture comes after the other.
+            with live if console.is_terminal else contextlib.nullcontext():
                 count = 0
                 while True:
                     look = await _look(client)
-                    live.update(picture(look, before, interval_s), refresh=True)
+                    shown = picture(look, before, interval_s)
+                    if console.is_terminal:
+                        live.update(shown, refresh=True)
+                    else:
+                        console.print(shown)
                     before = {worker.worker_id: worker.status.tokens for worker in look[1].workers}
                     count += 1
                     if count == iterations:

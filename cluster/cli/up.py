@@ -79,7 +79,7 @@ def tls_flags(folder: Path | None, host: str | None) -> dict[str, object]:
     """Makes certificates, and names them as settings."""
     import datetime
 
-    from cluster.cli.client import CA_VARIABLE
+    from cluster.cli.reach import CA_VARIABLE
     from cluster.devca import make
 
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

@@ -10,6 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from cluster.control.api import Change, FleetControl, FleetView, NodeRow, ScalePlan, WorkerRow
+from cluster.control.closing import closed_with, cordoned, is_closed, on_node, uncordoned, with_id
 from cluster.control.controller import Controller
 from cluster.control.core import ROLES, leavers, unsettled
 from cluster.control.decisions import Decisions
@@ -26,8 +27,6 @@ from wire.loops import keep_going
 
 MAX_DRAIN_MS = 86_400_000
 ANSWER_TTL_MS = 24 * 3600 * 1000
-# Drained nodes that are remembered.
-MAX_CLOSED = 256
 # How long the launcher may take to say which nodes there are.
 NODES_S = 3.0
 AUTOSCALER = "autoscaler"
@@ -80,9 +79,12 @@ class Operations(FleetControl):
 
     async def nodes(self) -> tuple[NodeRow, ...]:
         desired = self._controller.state.desired
-        drained, cordoned = set(desired.closed.values()), set(desired.cordoned_nodes.values())
         return tuple(
-            replace(row, drained=row.node_id in drained, cordoned=row.node_id in cordoned)
+            replace(
+                row,
+                drained=is_closed(desired.closed, row.node, row.node_id),
+                cordoned=is_closed(desired.cordoned_nodes, row.node, row.node_id),
+            )
             for row in await self._controller.hands.nodes()
         )
 
@@ -121,10 +123,10 @@ class Operations(FleetControl):
         async with self._lock:
             if await self._repeated(change):
                 return self._view(repeated=True)
-            rows = await self._chosen(workers, nodes)
+            ids = await self._node_ids(nodes)
+            rows = self._chosen(workers, nodes, ids, placing=True)
             if not change.dry_run:
-                ids = await self._node_ids(rows, nodes) if on else {}
-                await self._cordon(rows, workers, nodes, ids, on, change)
+                await self._cordon(rows, workers, ids, on, change)
                 await self._remember(change)
             return self._view()
 
@@ -143,11 +145,11 @@ class Operations(FleetControl):
         async with self._lock:
             if await self._repeated(change):
                 return self._view(repeated=True)
-            rows = await self._chosen(workers, nodes)
+            ids = await self._node_ids(nodes)
+            rows = self._chosen(workers, nodes, ids)
             if not force:
                 self._require_others(rows)
             if not change.dry_run:
-                ids = await self._node_ids(rows, nodes)
                 await self._drain(rows, ids, change, deadline_ms, leaving=not replace)
                 await self._remember(change)
             return self._view()
@@ -222,45 +224,34 @@ class Operations(FleetControl):
         return text
 
     async def _cordon(
-        self, rows: Sequence[Row], workers: Sequence[str], nodes: Sequence[str], ids: Mapping[str, str], on: bool,
-        change: Change,
-    ) -> None:  # fmt: skip
+        self, rows: Sequence[Row], workers: Sequence[str], ids: Mapping[str, str], on: bool, change: Change
+    ) -> None:
         """A worker that is named is cordoned by its name; those of a node by their lives there, and the node is closed.
         Where the node has no id, nothing keeps what follows them away from it: those are cordoned by name as well."""
-        chosen = {row.worker_id for row in rows}
-        names = {*workers, *(row.worker_id for row in rows if not row.node_id)}
+        chosen = frozenset(row.worker_id for row in rows)
+        names = frozenset((*workers, *(row.worker_id for row in rows if not row.node_id)))
         lives = {row.worker_id: row.incarnation for row in rows if row.worker_id not in names and row.incarnation}
 
         def wanted(before: Desired) -> Desired:
             if on:
-                return replace(
-                    before, cordoned=before.cordoned | names,
-                    cordoned_lives=MappingProxyType({**before.cordoned_lives, **lives}),
-                    cordoned_nodes=closed_with(before.cordoned_nodes, ids),
-                )  # fmt: skip
-            kept = {name: life for name, life in before.cordoned_lives.items() if name not in chosen}
-            return replace(
-                before, cordoned=before.cordoned - chosen, cordoned_lives=MappingProxyType(kept),
-                closed=opened(before.closed, nodes), cordoned_nodes=opened(before.cordoned_nodes, nodes),
-            )  # fmt: skip
+                return cordoned(before, names, lives, ids)
+            return uncordoned(before, self._controller.state, chosen, ids)
 
         shut = self._controller.state.desired
         await self._controller.change(wanted, change)
         kind = "cordon" if on else "uncordon"
         for worker_id in sorted(chosen):
             self._controller.record(kind, worker_id, "by an operator", change)
-        for node in (name for name, node_id in ids.items() if node_id):
-            self._controller.record(kind, "fleet", f"node {node} takes no worker until it is uncordoned", change)
-        for node in sorted({*nodes} & (shut.closed.keys() | shut.cordoned_nodes.keys()) if not on else ()):
-            self._controller.record(kind, "fleet", f"node {node} takes workers again", change)
-        for row in (row for row in rows if on and row.node_id in ids.values() and row.alive and not row.incarnation):
+        for node, node_id in sorted(ids.items()):
+            if on:
+                told = "takes no worker until it is uncordoned" if node_id else "is cordoned by its workers' names"
+                self._controller.record(kind, "fleet", f"node {node} {told}", change)
+            elif node in shut.closed or node in shut.cordoned_nodes:
+                self._controller.record(kind, "fleet", f"node {node} takes workers again", change)
+        here = with_id(ids).values() if on else ()
+        for row in (row for row in rows if row.node_id in here and row.alive and not row.incarnation):
             # It came up there a moment ago and has served nobody: it is to serve elsewhere.
             self._controller.hear(DrainAsked(row.worker_id, False, f"node {row.node} is cordoned", 0))
-
-    async def _node_ids(self, rows: Sequence[Row], nodes: Sequence[str]) -> dict[str, str]:
-        """Ids of the named nodes, where they are known; of a name with two lives that of the later."""
-        held = {row.node: row.node_id for row in sorted(rows, key=lambda row: row.alive) if row.node in nodes}
-        return held | await self._empty(nodes)
 
     async def _drain(
         self, rows: Sequence[Row], nodes: Mapping[str, str], change: Change, deadline_ms: int, *, leaving: bool
@@ -276,7 +267,7 @@ class Operations(FleetControl):
                 prefill=max(0, before.prefill - fewer[Role.PREFILL]),
                 decode=max(0, before.decode - fewer[Role.DECODE]),
                 restarts=MappingProxyType({**_present(before.restarts, self._controller.state), **asked}),
-                closed=closed_with(before.closed, nodes),
+                closed=closed_with(before.closed, with_id(nodes)),
             )
 
         await self._controller.change(wanted, change)
@@ -284,20 +275,25 @@ class Operations(FleetControl):
         for row in rows:
             self._controller.hear(DrainAsked(row.worker_id, leaving, f"{kind} asked for", deadline_ms))
             self._controller.record(kind, row.worker_id, f"asked for by {change.actor}", change)
-        for node in (name for name, node_id in nodes.items() if node_id):
+        for node in with_id(nodes):
             self._controller.record("drain", "fleet", f"node {node} takes no worker until it is uncordoned", change)
 
-    async def _empty(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Those of the named nodes that are there and hold no worker, with their ids."""
-        held = {row.node for row in self._controller.state.rows.values()}
-        if held.issuperset(nodes):
-            return {}  # and the launcher, which may be slow or away, need not be asked
+    async def _node_ids(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Those of the named nodes that are known, with their ids; of a name with two lives that of the later."""
+        state = self._controller.state
+        rows = sorted(state.rows.values(), key=lambda row: row.alive)
+        held = {row.node: row.node_id for row in rows if row.node in nodes}
+        missing = set(nodes) - held.keys()
+        shut = {**state.desired.closed, **state.desired.cordoned_nodes}
+        known = {name: node_id for name, node_id in shut.items() if name in nodes} | held
+        if not missing:
+            return known  # and the launcher, which may be slow or away, need not be asked
         try:
             async with asyncio.timeout(NODES_S):
                 listed = await self._controller.hands.nodes()
         except TimeoutError:
-            return {}
-        return {row.node: row.node_id for row in listed if row.alive and row.node in nodes and row.node not in held}
+            return known
+        return known | {row.node: row.node_id for row in listed if row.alive and row.node in missing}
 
     def _plan(self, after: Desired) -> tuple[tuple[str, ...], dict[Role, int]]:
         """Who goes, decode first, and how many come."""
@@ -311,20 +307,22 @@ class Operations(FleetControl):
             added[role] = max(0, count - len(staying))
         return tuple(removed), added
 
-    async def _chosen(self, workers: Sequence[str], nodes: Sequence[str]) -> list[Row]:
-        """Raises NotFound, and InvalidInput where nothing is named. A node without workers adds none."""
+    def _chosen(
+        self, workers: Sequence[str], nodes: Sequence[str], ids: Mapping[str, str], *, placing: bool = False
+    ) -> list[Row]:
+        """`placing`: also workers that have no place yet and can have no other. Raises NotFound, and InvalidInput where
+        nothing is named. A node without workers adds none."""
         if not workers and not nodes:
             raise InvalidInput("nothing_named", "name at least one worker or node", field="workers")
         rows = {worker_id: self._controller.row(worker_id) for worker_id in workers}
-        empty = await self._empty(nodes)
+        state = self._controller.state
         for node in nodes:
-            there = [row for row in self._controller.state.rows.values() if row.node == node]
-            shut = self._controller.state.desired
-            if not there and node not in empty.keys() | shut.closed.keys() | shut.cordoned_nodes.keys():
-                known = ", ".join(sorted({row.node for row in self._controller.state.rows.values() if row.node}))
+            if node not in ids:
+                known = ", ".join(sorted({row.node for row in state.rows.values() if row.node}))
                 raise NotFound(
                     "unknown_node", f"no node {node[:64]!r}; those with workers: {known or 'none'}", field="nodes"
                 )
+            there = on_node(state, node, only=placing and not ids[node])
             rows.update({row.worker_id: row for row in there})
         return list(rows.values())
 
@@ -456,17 +454,6 @@ def _check_current(before: Desired, current: tuple[int | None, int | None]) -> N
         if seen is not None and seen != count:
             role = name.removeprefix("current_")
             raise Conflict("counts_moved", f"{count} {role} workers are wanted now, not {seen}", field=name)
-
-
-def closed_with(before: Mapping[str, str], nodes: Mapping[str, str]) -> Mapping[str, str]:
-    """Nodes that were drained before, and these. What is gone by now is not looked for: the last ones are kept."""
-    known = {name: node_id for name, node_id in nodes.items() if node_id}
-    kept = {name: node_id for name, node_id in before.items() if name not in known} | known
-    return MappingProxyType(dict(list(kept.items())[-MAX_CLOSED:]))
-
-
-def opened(before: Mapping[str, str], nodes: Sequence[str]) -> Mapping[str, str]:
-    return MappingProxyType({name: node_id for name, node_id in before.items() if name not in nodes})
 
 
 def _present(restarts: Mapping[str, int], state: State) -> dict[str, int]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,9 +16,10 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
 from cluster.gateway.admission import MAX_VALUES
+from cluster.gateway.places import Places
 from cluster.gateway.pool import INLINE_BYTES
 from cluster.gateway.state import GatewayState
-from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput, NoCapacity
+from kvstore.errors import DeadlineExceeded, GenlockError, InvalidInput
 from wire.errors import abort_with
 from wire.shape import check_fields
 
@@ -57,7 +56,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the cl
             for method in service.methods
         }
         # Messages that are on their way, by tenant; "" for those who need not say who they are.
-        self._reading: Counter[str] = Counter()
+        self._reading = Places("messages of this caller are being read", state.config.api.retry_after_ms)
 
     async def intercept_service(
         self,
@@ -72,15 +71,13 @@ class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the cl
             if handler.request_streaming:
                 return _brief(handler)
             return self._received(handler, method, "", MAX_STRANGERS, min(STRANGER_TIMEOUT_S, self._timeout_s))
-        state = self._state
         try:
-            caller = state.authenticator.caller(handler_call_details.invocation_metadata or ())
+            caller = self._state.authenticator.caller(handler_call_details.invocation_metadata or ())
         except GenlockError as error:
             self._on_refused(method, error)
             return _refusing(error)
-        own = state.config.api.tenant_max_requests if caller.max_requests is None else caller.max_requests
-        most = min(own or state.config.api.max_requests, state.config.api.max_requests)
-        return self._received(handler, method, caller.tenant, most + SPARE_MESSAGES, self._timeout_s)
+        most = self._state.most_running(caller) + SPARE_MESSAGES
+        return self._received(handler, method, caller.tenant, most, self._timeout_s)
 
     def _received(self, handler: Handler, method: str, tenant: str, most: int, limit_s: float) -> Handler:
         """The handler of one message as one of a stream of messages, of which it reads one: grpc leaves reading those
@@ -89,7 +86,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the cl
 
         async def message(context: Any) -> Any:
             try:
-                with self._place(tenant, most):
+                with self._reading.held(tenant, most):
                     data = await _read(context, limit_s)
                     if len(data) <= INLINE_BYTES:
                         return parse(data)
@@ -112,22 +109,6 @@ class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # the cl
 
         make = grpc.stream_stream_rpc_method_handler if handler.unary_stream else grpc.stream_unary_rpc_method_handler
         return make(calling, None, handler.response_serializer)
-
-    @contextmanager
-    def _place(self, tenant: str, most: int) -> Iterator[None]:
-        if self._reading[tenant] >= most:
-            raise NoCapacity(
-                "tenant_full",
-                f"{most} messages of this caller are being read",
-                retry_after_ms=self._state.config.api.retry_after_ms,
-            )
-        self._reading[tenant] += 1
-        try:
-            yield
-        finally:
-            self._reading[tenant] -= 1
-            if not self._reading[tenant]:
-                del self._reading[tenant]
 
     def _parsed(self, data: bytes, method: str, parse: Parse) -> Any:
         kind = self._inputs.get(method)

@@ -13,6 +13,7 @@ from cluster.gateway.state import GatewayState
 from cluster.operators.explain import explain
 from cluster.operators.service import FleetService, Metadata
 from genlock.v1 import operator_pb2 as pb
+from genlock.v1 import operator_pb2_grpc as services
 from kvstore.errors import NotFound, Unavailable
 
 DEFAULT_REQUESTS = 100
@@ -56,7 +57,7 @@ class OperatorService(FleetService):
         if request.local:
             return own
         asked = pb.ListRequestsRequest(limit=limit, local=True)
-        heard = await ask_peers(state, lambda stub: stub.ListRequests, asked, metadata)
+        heard = await ask_peers(state, lambda to: services.OperatorServiceStub(to).ListRequests, asked, metadata)
         return merged_lists((own, *heard.answers), heard.unreached, limit)
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Any) -> pb.DescribeRequestResponse:
@@ -70,8 +71,9 @@ class OperatorService(FleetService):
             raise unknown_request(wanted, "this gateway")
         asked = pb.DescribeRequestRequest(request_id=wanted, local=True)
         heard = await ask_peers(
-            self._state, lambda stub: stub.DescribeRequest, asked, metadata, unknown=("unknown_request",)
-        )
+            self._state, lambda to: services.OperatorServiceStub(to).DescribeRequest, asked, metadata,
+            unknown=("unknown_request",),
+        )  # fmt: skip
         return one_described(wanted, heard.answers, heard.unreached)
 
     def _described(self, wanted: str) -> pb.DescribeRequestResponse | None:

@@ -1,4 +1,4 @@
-"""What other gateways know: each is asked with the operator's own credential, all at once, within a limit.
+"""What other gateways know: each is asked with the caller's own credential, all at once, within a limit.
 
 The registry says where they are. Who does not answer is named in the reply; nobody waits longer for that.
 """
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import grpc.aio
+
 from cluster.gateway.state import GatewayState
 from cluster.operators.service import Metadata, forwarded
 from cluster.registry.records import GatewayRecord
 from genlock.v1 import operator_pb2 as pb
-from genlock.v1 import operator_pb2_grpc as services
 from kvstore.errors import GenlockError
 from wire.calls import answer
 from wire.errors import surprise
@@ -55,13 +56,13 @@ def unreached(gateway: str, reason: str, detail: str) -> pb.UnreachedGateway:
 
 async def ask_peers(
     state: GatewayState,
-    call: Callable[[services.OperatorServiceAsyncStub], Callable[..., Any]],
+    call: Callable[[grpc.aio.Channel], Callable[..., Any]],
     request: Any,
     metadata: Metadata,
     unknown: Sequence[str] = (),
 ) -> Heard[Any]:
-    """`call`: which RPC. An answer whose reason is among `unknown` is one that says nothing. Never raises for what the
-    others or the registry do."""
+    """`call`: which RPC, over a channel. An answer whose reason is among `unknown` is one that says nothing. Never
+    raises for what the others or the registry do."""
     try:
         records = await state.find_gateways()
     except Exception as exc:
@@ -71,9 +72,8 @@ async def ask_peers(
     passed = forwarded(metadata)
 
     async def ask(endpoint: str) -> Any:
-        stub = services.OperatorServiceStub(state.channel(endpoint))
         try:
-            return await answer(call(stub)(request, timeout=TIMEOUT_S, metadata=passed))
+            return await answer(call(state.channel(endpoint))(request, timeout=TIMEOUT_S, metadata=passed))
         except GenlockError as error:
             return None if error.reason in unknown else unreached(endpoint, error.reason, error.message)
 

@@ -9,6 +9,8 @@ from typing import Any
 from cluster.gateway.admission import check_model, check_prompt, check_request_id
 from cluster.gateway.identity import user
 from cluster.gateway.path import RequestPath, deadline_ms, within
+from cluster.gateway.peers import ask_peers
+from cluster.gateway.places import Places
 from cluster.gateway.running import RequestFacts
 from cluster.gateway.state import GatewayState
 from genlock.v1 import inference_pb2 as pb
@@ -51,6 +53,7 @@ class InferenceService(services.InferenceServiceServicer):
     def __init__(self, state: GatewayState) -> None:
         self._state = state
         self._path = RequestPath(state)
+        self._aborting = Places("aborts of this caller are under way", state.config.api.retry_after_ms)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # writes to the context, so that the deadline also bounds a client that does not read
         await self._path.run(GrpcCall(request, context))
@@ -88,7 +91,18 @@ class InferenceService(services.InferenceServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Only the caller's own requests: the same label of another tenant is another key."""
-        tenant = self._state.authenticator.caller(context.invocation_metadata() or ()).tenant
+        """Only the caller's own requests: the same label of another tenant is another key. Every gateway that is asked
+        judges the caller's credential itself, and looks among the requests of that tenant."""
+        state, metadata = self._state, tuple(context.invocation_metadata() or ())
+        caller = state.authenticator.caller(metadata)
         check_request_id(request.request_id)
-        return pb.AbortResponse(aborted=self._state.running.abort(tenant, request.request_id))
+        if request.local:
+            return pb.AbortResponse(aborted=state.running.abort(caller.tenant, request.request_id))
+        # Each asks all the others: no more at once than there can be requests to end.
+        with self._aborting.held(caller.tenant, state.most_running(caller)):
+            aborted = state.running.abort(caller.tenant, request.request_id)
+            asked = pb.AbortRequest(request_id=request.request_id, local=True)
+            heard = await ask_peers(state, lambda to: services.InferenceServiceStub(to).Abort, asked, metadata)
+        return pb.AbortResponse(
+            aborted=aborted + sum(one.aborted for one in heard.answers), gateways_unreached=len(heard.unreached)
+        )

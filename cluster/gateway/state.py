@@ -220,6 +220,11 @@ class GatewayState:
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
 
+    def most_running(self, caller: Caller) -> int:
+        """How many requests of this caller can run here at once."""
+        own = self.config.api.tenant_max_requests if caller.max_requests is None else caller.max_requests
+        return min(own or self.config.api.max_requests, self.config.api.max_requests)
+
     def enter(self, caller: Caller, label: str, task: asyncio.Task[None], facts: RequestFacts | None = None) -> Running:
         """Takes a place among the running requests. Raises NoCapacity, or Unavailable while draining."""
         if self.draining:

@@ -11,6 +11,7 @@ from cluster.gateway.identity import Authenticator
 from cluster.gateway.served import ServedModel, Sources, StreamChecks
 from cluster.gateway.server import Gateway
 from cluster.gateway.state import GatewayState
+from cluster.launch.ports import check_free
 from cluster.settings import Config
 from wire.clocks import now_ms
 
@@ -47,6 +48,14 @@ class Doors:
         self.gateway: Gateway | None = None
         # Of the other door; "" where there is none.
         self.url = ""
+
+    def check(self) -> None:
+        """Before anything is loaded for them. Raises Unavailable (`port_taken`)."""
+        api, metrics = self._config.api, self._config.metrics
+        ports = [("api.port", api.host, api.port), ("metrics.port", metrics.host, metrics.port)]
+        if self._make_door is not None:
+            ports.append(("api.http_port", api.http_host, api.http_port))
+        check_free(ports)
 
     async def open(self, served: ServedModel) -> tuple[Gateway, str]:
         """The gateway and its endpoint. Raises InvalidInput, Unavailable (`port_taken`)."""

@@ -80,6 +80,7 @@ class Front:
             await self._doors.close(grace_ms)
 
     async def _start(self) -> str:
+        self._doors.check()
         self._report(f"loading the tokenizer of {self.config.model.name}")
         served = await self._load_served(self.config)
         gateway, endpoint = await self._doors.open(served)

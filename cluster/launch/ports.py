@@ -4,7 +4,7 @@ NetworkPolicies can name."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvstore.errors import InvalidInput, Unavailable
 
@@ -30,6 +30,31 @@ def first_free(add: Callable[[str], int], host: str, first: int) -> int:
     raise Unavailable(
         "port_taken", f"cannot listen on {where}: set workers.port to another range", field="workers.port"
     )
+
+
+def check_free(ports: Iterable[tuple[str, str, int]]) -> None:
+    """`ports`: each setting with its host and port; 0 and less are none to check. Raises Unavailable (`port_taken`) for
+    the first that somebody else has. It may still be taken later: this is so that nobody waits for nothing."""
+    for setting, host, port in ports:
+        if port <= 0:
+            continue
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except OSError:
+            continue  # the door itself says what is wrong with its host
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise Unavailable(
+                    "port_taken",
+                    f"cannot listen on {host}:{port} ({error.strerror}): stop what listens there, or choose another "
+                    f"{setting} (0: any free one)",
+                    field=setting,
+                ) from error
 
 
 def own_address(setting: str, field: str = "workers.host") -> str:

@@ -22,7 +22,16 @@ from typing import Any, TypeVar
 
 from cluster.launch.launcher import Adopted, NodeFacts, OnLost, ignore_loss, start_timeout, unknown_worker
 from cluster.launch.logs import start_logging
-from cluster.launch.ray_place import Supply, demand_of, labels_of, no_place, places, selector_of, supplies
+from cluster.launch.ray_place import (
+    Supply,
+    demand_of,
+    first_without,
+    labels_of,
+    no_place,
+    places,
+    selector_of,
+    supplies,
+)
 from cluster.launch.ray_session import RaySession, cause, first_line
 from cluster.launch.spec import WorkerBuilder, WorkerSpec
 from cluster.roles import Role
@@ -171,7 +180,8 @@ class RayLauncher:
         if room < len(specs):
             free = await self._call(self._ray.available_resources)
             why = f"{len(specs)} such workers are wanted in all, {room} have a place."
-            raise no_place(spec.worker_id, demand, labels, nodes, free, why, spec.avoid)
+            who = first_without([spec.worker_id for spec in specs], room, self._started)
+            raise no_place(who, demand, labels, nodes, free, why, spec.avoid)
 
     async def node_of(self, worker_id: str) -> tuple[str, str]:
         node_id = self._get(worker_id).node_id

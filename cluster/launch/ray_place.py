@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -81,6 +81,11 @@ def places(demand: Mapping[str, float], labels: Mapping[str, str], nodes: Iterab
         for supply in nodes
         if needed and fits(demand, labels, supply)
     )
+
+
+def first_without(worker_ids: Iterable[str], room: int, started: Container[str]) -> str:
+    """The first worker without a place, where `room` of them have one: those that are started have theirs already."""
+    return sorted(worker_ids, key=lambda worker_id: worker_id not in started)[room]
 
 
 def no_place(

@@ -123,6 +123,7 @@ class Cluster:
     async def _start(self) -> str:
         config = self.config
         specs = specs_of(config)
+        self._doors.check()
         self._report(f"making room for {config.workers.prefill} prefill and {config.workers.decode} decode workers")
         await self.launcher.open(specs)
         self._report(f"loading {config.model.name} in {len(specs)} workers and its tokenizer in the gateway")

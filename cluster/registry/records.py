@@ -74,7 +74,8 @@ class Desired:
     # Nodes that were drained: no worker is placed there. Ray's id by name: a node that comes back has another id, and
     # takes workers again.
     closed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    # Nodes that were cordoned: no worker is placed there either, and those that are there stay. Ids by name, as above.
+    # Nodes that were cordoned: no worker is placed there either, and those that are there stay. Ids by name, as above;
+    # "" for the only node there is, which cannot be closed.
     cordoned_nodes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     # Lives that the router must not choose because of where they are: incarnations by worker id. What follows such a
     # life is placed elsewhere, and serves.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -20,6 +22,7 @@ from cluster.selftest.run import RowResult, as_json, run_table
 from kvstore.errors import InvalidInput
 
 MODELS = ("probe", "smollm2")
+KILLED = "A worker died or was killed while executing a task"
 
 
 @click.command(
@@ -40,11 +43,30 @@ def command(models: tuple[str, ...], numbers: tuple[str, ...], no_processes: boo
 
     Exit code 1 if any row is not fail-closed."""
     rows = _chosen(numbers, no_processes)
-    # Ray tells of killed workers on stdout, from a thread of its own; stdout is for the result.
-    with contextlib.redirect_stdout(sys.stderr), _quiet_logs():
+    # Ray tells of workers on stdout, from a thread of its own; stdout is for the result.
+    with contextlib.redirect_stdout(Unexpected(sys.stderr)), _quiet_logs():
         results = asyncio.run(_run(models or MODELS, rows))
     emit(output, lambda: as_json(results), lambda _wide: _print_table(results))
     return 0 if all(r.ok for r in results) else 1
+
+
+class Unexpected(io.TextIOBase):
+    """Passes on whole lines, but for Ray's news that a worker was killed: rows 17 and 18 kill them."""
+
+    def __init__(self, to: TextIO) -> None:
+        self._to = to
+        self._held = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._held = (self._held + text).split("\n")
+        self._to.writelines(f"{line}\n" for line in lines if not ("(raylet)" in line and KILLED in line))
+        return len(text)
+
+    def flush(self) -> None:
+        self._to.flush()
 
 
 @contextlib.contextmanager
@@ -71,8 +93,9 @@ def _chosen(numbers: Sequence[str], no_processes: bool) -> list[Row]:
 async def _run(models: Sequence[str], rows: Sequence[Row]) -> list[RowResult]:
     results: list[RowResult] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("loading models", total=len(rows) * len(models))
+    console, total = Console(stderr=True), len(rows) * len(models)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("loading models", total=total)
         subjects = [await asyncio.to_thread(load_subject, name) for name in models]
 
         def on_start(row: Row, subject: Subject) -> None:
@@ -81,7 +104,15 @@ async def _run(models: Sequence[str], rows: Sequence[Row]) -> list[RowResult]:
         async for result in run_table(subjects, rows, on_start):
             results.append(result)
             progress.advance(task)
+            if not console.is_terminal:
+                click.echo(told(result, len(results), total), err=True)
     return results
+
+
+def told(result: RowResult, number: int, total: int) -> str:
+    """One line of progress, where no bar can be shown."""
+    verdict = "ok" if result.ok else f"NOT OK {result.detail}".rstrip()
+    return f"{number} of {total}: {result.model} row {result.number}, {result.name}: {verdict}"
 
 
 def _print_table(results: Sequence[RowResult]) -> None:

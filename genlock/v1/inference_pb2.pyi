@@ -684,15 +684,19 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    local: _builtins.bool
+    """Only in the gateway that is called: it asks no other one."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -703,16 +707,22 @@ class AbortResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ABORTED_FIELD_NUMBER: _builtins.int
+    GATEWAYS_UNREACHED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.int
     """Running requests that this call told to stop; those that were stopping already are not counted."""
+    gateways_unreached: _builtins.int
+    """Gateways that could not be asked: requests of this request_id may run there still. 1 as well where it is not known
+    which other gateways there are.
+    """
     def __init__(
         self,
         *,
         aborted: _builtins.int = ...,
+        gateways_unreached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "gateways_unreached", b"gateways_unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Cancels the caller's running requests that carry this request_id, in the gateway that is called.
+        """Cancels the caller's running requests that carry this request_id, in all gateways of the cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class InferenceServiceStub:
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]
     """What is served here, and its limits."""
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
-    """Cancels the caller's running requests that carry this request_id, in the gateway that is called."""
+    """Cancels the caller's running requests that carry this request_id, in all gateways of the cluster."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -62,7 +62,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelInfoRequest, _inference_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """What is served here, and its limits."""
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
-    """Cancels the caller's running requests that carry this request_id, in the gateway that is called."""
+    """Cancels the caller's running requests that carry this request_id, in all gateways of the cluster."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The API that applications call. Every error is a gRPC status with google.rpc details: ErrorInfo (domain
@@ -101,6 +101,6 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
-        """Cancels the caller's running requests that carry this request_id, in the gateway that is called."""
+        """Cancels the caller's running requests that carry this request_id, in all gateways of the cluster."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,6 +26,7 @@ from kvstore.transfer.faults import BitFlip, TransferFaults, TransferInfo
 from kvstore.transfer.faulty import FaultyEngine
 from wire.clocks import now_ms
 from wire.errors import from_rpc
+from wire.health import REASON_KEY
 from wire.options import open_channel
 
 TIMEOUT_S = 30.0
@@ -192,16 +193,20 @@ async def test_a_check_names_its_field_and_tells_of_a_worker_that_is_not_there(s
 
 
 async def readiness(worker: BuiltWorker) -> str:
+    """The answer, and its reason where it has one."""
     async with open_channel(worker.endpoint) as channel:
         request = health_pb2.HealthCheckRequest(service="readiness")
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        call = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name((await call).status)
+        reason = dict(await call.trailing_metadata()).get(REASON_KEY, "")
+    return f"{name}: {reason}" if reason else name
 
 
-async def test_a_worker_is_ready_alone_and_beside_a_peer_once_an_exchange_has_passed(subject: Subject):
+async def test_a_decode_worker_is_ready_once_an_exchange_has_passed(subject: Subject):
+    nobody = "NOT_SERVING: has exchanged a page with nobody yet"
     async with Stage(subject) as stage:
         decode = await stage.build(Role.DECODE, "decode-0")
-        assert await readiness(decode) == "SERVING", "a fleet of one role waits for nobody"
+        assert await readiness(decode) == nobody, "also before anybody has asked it about a peer"
         asked = asyncio.Event()
 
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,14 +223,15 @@ async def test_a_worker_is_ready_alone_and_beside_a_peer_once_an_exchange_has_pa
             call = worker_pb2_grpc.DecodeServiceStub(channel).CheckPeer(request, timeout=TIMEOUT_S)
             exchange = asyncio.ensure_future(call)
             await asyncio.wait_for(asked.wait(), TIMEOUT_S)
-            assert await readiness(decode) == "NOT_SERVING", "a peer is known, and nothing has passed"
+            assert await readiness(decode) == "NOT_SERVING: its first exchange of a page is under way"
             call.cancel()
             await asyncio.gather(exchange, return_exceptions=True)
         prefill = await stage.build(Role.PREFILL, "prefill-0")
+        assert await readiness(prefill) == "SERVING", "it is asked for pages, and asks nobody"
         stage.sick[prefill.guard.incarnation] = FAULTS["damages"]
         await stage.open("prefill-0", "decode-0")
         await stage.until(lambda: bool(stage.gateway.state.fleet.failing()), "the exchange has failed")
-        assert await readiness(decode) == "NOT_SERVING"
+        assert (await readiness(decode)).startswith("NOT_SERVING: no exchange of a page has passed: prefill-0: ")
         stage.sick.clear()
         await stage.gateway.wait_ready(TIMEOUT_S * 1000)
         assert await readiness(decode) == await readiness(prefill) == "SERVING"

@@ -68,9 +68,10 @@ def test_both_doors_speak_tls_and_let_in_who_trusts_the_ca_that_was_made(tmp_pat
         answered = genlock("generate", "hello", "--raw", "--max-tokens", "3", "--endpoint", endpoint, **trusting)
         assert answered.returncode == OK, answered.stderr
         assert genlock("status", "--endpoint", endpoint, **trusting).returncode == OK
-        for stranger in ({}, {"GENLOCK_CA": str(other / "ca.crt")}):
+        for stranger, told in (({}, "speaks TLS"), ({"GENLOCK_CA": str(other / "ca.crt")}, "is not trusted")):
             refused = genlock("status", "--endpoint", endpoint, "--timeout", "5", **stranger)
             assert refused.returncode == UNREACHABLE, (stranger, refused.stderr)
+            assert told in " ".join(refused.stderr.split())
         assert url.startswith("https://")
         context = ssl.create_default_context(cafile=str(own / "ca.crt"))
         with urllib.request.urlopen(f"{url}/models", context=context, timeout=20) as reply:

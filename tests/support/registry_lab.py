@@ -11,9 +11,11 @@ from pathlib import Path
 
 from cluster.config import load
 from cluster.gateway.fleet import WorkerState
+from cluster.gateway.identity import authenticator_from
 from cluster.gateway.pairs import unproved
 from cluster.gateway.served import ServedModel
 from cluster.launch.build import BuiltWorker, WorkerTuning
+from cluster.launch.doors import Seams
 from cluster.launch.front import Front
 from cluster.launch.spec import WorkerSpec
 from cluster.openai.server import HttpDoor
@@ -74,11 +76,12 @@ class Batch:
 
 
 class RegistryLab:
-    """`fronts` gateways, `prefill` and `decode` workers. `tuning`: fault injection, by worker id."""
+    """`fronts` gateways, `prefill` and `decode` workers. `tuning`: fault injection, by worker id. `tenants`: the text
+    of a tenants file; empty: one tenant without a token."""
 
     def __init__(
         self, subject: Subject, folder: Path, *, fronts: int = 2, prefill: int = 2, decode: int = 2,
-        tuning: dict[str, WorkerTuning] | None = None,
+        tuning: dict[str, WorkerTuning] | None = None, tenants: str = "",
     ) -> None:  # fmt: skip
         self.subject = subject
         self.valkey = Valkey(folder)
@@ -88,6 +91,7 @@ class RegistryLab:
         self.registry: RedisRegistry
         self.config: Config
         self._tuning = tuning or {}
+        self._tenants = tenants
         self._counts = {Role.PREFILL: prefill, Role.DECODE: decode}
         self._front_count = fronts
         self._batches: list[Batch] = []
@@ -123,7 +127,8 @@ class RegistryLab:
             for number in range(count):
                 await self.start_worker(role, f"{role.value}-{number}")
         for _ in range(self._front_count):
-            front = Front(self.config, self._served, make_door=HttpDoor)
+            known = authenticator_from(self._tenants, "tenants.yaml") if self._tenants else None
+            front = Front(self.config, self._served, seams=Seams(authenticator=known), make_door=HttpDoor)
             self.fronts.append(front)
             self.clients.append(Client(open_channel(await front.start())))
         await until(self.all_ready, "every gateway has found every worker")

@@ -162,3 +162,16 @@ def test_simulate_prints_both_fleets(tmp_path, capsys) -> None:
     assert (tmp_path / "out.svg").stat().st_size > 1000
     assert run(["autoscale", "simulate", "--trace", "nowhere"]) == 2
     assert "bursty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("slo: {ttft: 3}", "slo.ttft is no field; did you mean slo.ttft_ms; known: slo.ttft_ms, slo.token_ms"),
+        ("zzz: 1", "zzz is no field; known: mode, "),
+    ],
+)
+def test_a_field_that_is_not_there_is_answered_by_those_that_are(text: str, told: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        policy_from(text)
+    assert told in caught.value.message

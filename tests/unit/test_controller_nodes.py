@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from cluster.control.api import Change
-from cluster.control.operations import MAX_CLOSED, closed_with
+from cluster.control.closing import MAX_CLOSED, closed_with, with_id
 from cluster.control.state import Phase
 from cluster.registry.memory import MemoryRegistry
 from kvstore.errors import NoCapacity
@@ -158,7 +160,7 @@ async def test_the_workers_of_a_node_without_an_id_are_cordoned_by_their_names()
         await world.settled()
         await world.operations.cordon([], ["node-a"], True, ME)
         kept = await world.registry.desired()
-        assert (kept.cordoned, kept.cordoned_lives, kept.cordoned_nodes) == ({"decode-0", "prefill-0"}, {}, {})
+        assert (kept.cordoned, kept.cordoned_lives) == ({"decode-0", "prefill-0"}, {})
         fleet.die("decode-0")
         await world.until(lambda s: s.rows["decode-0"].restarts == 1 and s.rows["decode-0"].phase is Phase.READY)
         assert all(row.cordoned for row in (await world.operations.view()).workers)
@@ -166,9 +168,52 @@ async def test_the_workers_of_a_node_without_an_id_are_cordoned_by_their_names()
         assert not any(row.cordoned for row in (await world.operations.view()).workers)
 
 
+async def test_the_only_node_shows_its_cordon_and_closes_for_nobody():
+    fleet = FakeFleet()
+    fleet.nodes_there = {"node-a": ""}
+    async with World(fleet) as world:
+        await world.settled()
+        for on_or_off in (True, False):
+            await world.operations.cordon([], ["node-a"], on_or_off, ME)
+            assert [(row.drained, row.cordoned) for row in await world.operations.nodes()] == [(False, on_or_off)]
+            assert not (await world.registry.desired()).avoided
+        await world.operations.drain([], ["node-a"], ME, force=True, replace=True)
+        assert [(row.drained, row.cordoned) for row in await world.operations.nodes()] == [(False, False)]
+
+
+async def test_a_cordon_of_the_only_node_and_its_end_reach_a_worker_that_is_still_starting():
+    fleet = FakeFleet()
+    fleet.nodes_there = {"node-a": ""}
+    async with World(fleet) as world:
+        await world.settled()
+        fleet.hang = asyncio.Event()
+        fleet.die("decode-0")
+        await world.until(lambda s: s.rows["decode-0"].phase is Phase.STARTING and not s.rows["decode-0"].node)
+        await world.operations.cordon([], ["node-a"], True, ME)
+        assert (await world.registry.desired()).cordoned == {"decode-0", "prefill-0"}
+        await world.operations.cordon([], ["node-a"], False, ME)
+        assert not (await world.registry.desired()).cordoned
+        fleet.hang.set()
+        await world.settled()
+
+
+async def test_the_end_of_a_cordon_of_the_only_node_is_one_for_names_that_come_back_later():
+    fleet = FakeFleet()
+    fleet.nodes_there = {"node-a": ""}
+    async with World(fleet, seed=(1, 2)) as world:
+        await world.settled()
+        await world.operations.cordon([], ["node-a"], True, ME)
+        await world.operations.scale(None, 1, ME)
+        await world.until(lambda s: len(s.rows) == 2)
+        await world.operations.cordon([], ["node-a"], False, ME)
+        await world.operations.scale(None, 2, ME)
+        await world.settled()
+        assert not any(row.cordoned for row in (await world.operations.view()).workers)
+
+
 def test_only_so_many_drained_nodes_are_remembered():
     before = {f"node-{number}": f"id-{number}" for number in range(MAX_CLOSED)}
-    after = closed_with(before, {"node-0": "id-new", "unknown": ""})
+    after = closed_with(before, with_id({"node-0": "id-new", "unknown": ""}))
     assert len(after) == MAX_CLOSED
     assert list(after.items())[-1] == ("node-0", "id-new")
     assert "node-1" not in closed_with(after, {"one": "more"})

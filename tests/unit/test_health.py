@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from genlock.v1 import worker_pb2
-from wire.health import HealthLimits, alive, ready
+from wire.health import HealthLimits, stuck, unready
 
 LIMITS = HealthLimits(ready_ms=100, alive_ms=300)
-PASSED, FAILED = worker_pb2.PeerProof(worker_id="p", passed=True), worker_pb2.PeerProof(worker_id="q", passed=False)
+PASSED = worker_pb2.PeerProof(worker_id="p", passed=True)
+FAILED = worker_pb2.PeerProof(worker_id="q", passed=False, reason="digest_mismatch")
 
 
 @pytest.mark.parametrize(
@@ -19,8 +20,8 @@ PASSED, FAILED = worker_pb2.PeerProof(worker_id="p", passed=True), worker_pb2.Pe
         ({"step_age_ms": 101}, False, True),
         ({"step_age_ms": 301}, False, False),
         ({"draining": True}, False, True),
-        # A fleet of one role: nobody to prove anything with.
-        ({"proves_peers": True}, True, True),
+        # Before anybody has asked it about a peer: alone it can answer nobody.
+        ({"proves_peers": True}, False, True),
         ({"proves_peers": True, "untried_peers": 1}, False, True),
         ({"proves_peers": True, "untried_peers": 1, "peers": [FAILED]}, False, True),
         ({"proves_peers": True, "untried_peers": 1, "peers": [PASSED]}, True, True),
@@ -35,4 +36,19 @@ PASSED, FAILED = worker_pb2.PeerProof(worker_id="p", passed=True), worker_pb2.Pe
 )
 def test_health(facts: dict, is_ready: bool, is_alive: bool):
     status = worker_pb2.WorkerStatus(**facts)
-    assert (ready(status, LIMITS), alive(status, LIMITS)) == (is_ready, is_alive)
+    assert (not unready(status, LIMITS), not stuck(status, LIMITS)) == (is_ready, is_alive)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"proves_peers": True}, "has exchanged a page with nobody yet"),
+        ({"proves_peers": True, "untried_peers": 1}, "its first exchange of a page is under way"),
+        ({"proves_peers": True, "peers": [FAILED]}, "no exchange of a page has passed: q: digest_mismatch"),
+        ({"draining": True}, "draining"),
+        ({"step_age_ms": 101, "draining": True}, "its step loop has stood still for 101 ms"),
+        ({"pool": {"pages": 10, "quarantined": 6}}, "6 of 10 pages are in quarantine"),
+    ],
+)
+def test_a_worker_that_is_not_ready_says_why(facts: dict, reason: str):
+    assert unready(worker_pb2.WorkerStatus(**facts), LIMITS) == reason

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from cluster.config import load
+from cluster.gateway.served import ServedModel
 from cluster.launch import build, ports
-from cluster.launch.ports import PORTS_TO_TRY, first_free, own_address
+from cluster.launch.build import build_worker
+from cluster.launch.doors import Doors, Seams
+from cluster.launch.launcher import InProcessLauncher, OnLost, ignore_loss
+from cluster.launch.ports import PORTS_TO_TRY, check_free, first_free, own_address
 from cluster.launch.spec import WorkerSpec
+from cluster.launch.up import Cluster
+from cluster.openai.server import HttpDoor
 from cluster.roles import Role
+from cluster.settings import Config
 from kvstore.errors import InvalidInput, Unavailable
 
 
@@ -99,3 +108,40 @@ def test_a_worker_tells_the_address_of_its_host(monkeypatch: pytest.MonkeyPatch)
         assert worker.telemetry.endpoint.startswith("10.0.0.7:")
     finally:
         worker.telemetry.stop()
+
+
+@pytest.mark.parametrize("setting", ["api.port", "api.http_port", "metrics.port"])
+async def test_a_port_that_is_taken_is_told_before_anything_is_started(setting: str) -> None:
+    started: list[str] = []
+
+    class Recording(InProcessLauncher):
+        async def open(self, specs: list[WorkerSpec]) -> None:
+            started.append("room")
+
+        async def start(self, spec: WorkerSpec, on_lost: OnLost = ignore_loss) -> str:
+            started.append(spec.worker_id)
+            raise AssertionError("a worker is started for nothing")
+
+    async def served(_config: Config) -> ServedModel:
+        raise AssertionError("a tokenizer is loaded for nothing")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        config = load(flags={"api.port": 0, "api.http_port": 0, "metrics.port": 0, setting: taken}).config
+        cluster = Cluster(config, Recording(build_worker), served, make_door=HttpDoor)
+        with pytest.raises(Unavailable, match=f"127.0.0.1:{taken} .*choose another {setting}") as caught:
+            await cluster.start()
+    assert (caught.value.reason, caught.value.field, started) == ("port_taken", setting, [])
+
+
+def test_a_door_that_is_not_opened_needs_no_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        config = load(flags={"api.port": 0, "api.http_port": taken, "metrics.port": -1}).config
+        Doors(config, Seams(), None).check()
+        with pytest.raises(Unavailable):
+            Doors(config, Seams(), HttpDoor).check()
+
+
+def test_a_host_without_an_address_is_left_to_the_door_that_names_it() -> None:
+    check_free([("api.port", "no.such.host.invalid", 50_051)])

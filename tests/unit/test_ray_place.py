@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import load
-from cluster.launch.ray_place import Supply, demand_of, fits, labels_of, no_place, places, selector_of, supplies
+from cluster.launch.ray_place import (
+    Supply,
+    demand_of,
+    first_without,
+    fits,
+    labels_of,
+    no_place,
+    places,
+    selector_of,
+    supplies,
+)
 from kvstore.errors import InvalidInput
 
 NODES = (
@@ -74,3 +84,10 @@ def test_nodes_of_one_name_are_told_apart():
         {"NodeID": f"{index}" * 20, "NodeName": "127.0.0.1", "Alive": True, "Resources": {"CPU": 1}} for index in (1, 2)
     ]
     assert [node.node for node in supplies(raw)] == ["1" * 12, "2" * 12]
+
+
+def test_who_has_no_place_is_not_one_that_runs():
+    wanted = ["prefill-0", "decode-0", "decode-1", "decode-2"]
+    assert first_without(wanted, 2, {"prefill-0", "decode-0"}) == "decode-1"
+    assert first_without(wanted, 3, {"decode-2", "decode-0"}) == "decode-1"
+    assert first_without(wanted, 0, {}) == "prefill-0"

@@ -234,6 +234,17 @@ def test_fields_of_errors_are_those_of_the_reader() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "line"),
+    [("prefil", 2), ("autoscale", 4), ("autoscale.slo.ttf", 6), ("autoscale.up", 7), ("autoscale.up.step", 7),
+     ("text", 0), ("autoscale.slo.no", 0), ("prefil.deeper", 0), ("", 0)],
+)  # fmt: skip
+def test_a_field_is_found_in_its_line(path: str, line: int) -> None:
+    text = "# a fleet\nprefil: 3\n\nautoscale:\n  slo:\n    ttf: 4\n  up: {step: 1}\n"
+    assert YamlReader("r", "text").line(text, path) == line
+    assert YamlReader("r", "text").line("", path) == 0
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         (None, "null"), (True, "true"), (3, "3"), (0.5, "0.5"), ("a" * 90, repr("a" * 60)), ([1] * 10**6, "(a list)"),
