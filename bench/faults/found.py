@@ -148,4 +148,10 @@ FOUND: tuple[Found, ...] = (
           "A worker's counter of requests left out all that failed as `unknown_handoff`.",
           "Each of the five ways to a wrong 200 counts one failure, by its cause.",
           ("tests/integration/test_fault_table.py::test_row",), no_control=_NOT_IN_SUITE),
+    Found("A clock that jumps back in the middle of a prefill", "chaos, then the simulator's own checks",
+          "Prefill told that its work had taken less than no time, decode refused the message, and a right answer was lost.",
+          "What is told as a duration is never negative, whatever the clock did between its ends.",
+          ("tests/unit/test_clock_back.py::test_prefills_durations_are_none_that_decode_refuses",
+           "tests/unit/test_clock_back.py::test_decodes_queue_is_none_that_a_gateway_refuses", "sim clock_jump"),
+          no_control=_NOT_IN_SUITE),
 )  # fmt: skip

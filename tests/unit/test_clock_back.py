@@ -1,4 +1,4 @@
-"""A worker's clock jumps back in the middle of a request: no duration is told that is negative, and the answer comes."""
+"""A worker's clock jumps back in the middle of a request: no told duration is negative, and the answer comes."""
 
 from __future__ import annotations
 
