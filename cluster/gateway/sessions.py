@@ -59,14 +59,14 @@ class Stream(Protocol):
 class DecodeCall:
     """One request at a decode worker."""
 
-    __slots__ = ("_assign", "_cancel", "_end", "_left", "_tokens", "_waiter", "call_no", "started")
+    __slots__ = ("_assign", "_cancel", "_end", "_left", "_most", "_tokens", "_waiter", "call_no", "started")
 
     def __init__(
         self, call_no: int, most_tokens: int, cancel: Callable[[int], None], assign: Assign | None = None
     ) -> None:
         """`most_tokens`: what the request asks for at most."""
         self.call_no = call_no
-        self._left = most_tokens
+        self._left = self._most = most_tokens
         self._assign = assign
         # What the handoff cost; there with the first token.
         self.started: worker_pb2.DecodeStarted | None = None
@@ -90,6 +90,11 @@ class DecodeCall:
                 return tokens, None
             raise self._end
         return tokens, self._end
+
+    @property
+    def begun(self) -> bool:
+        """Whether the worker has told anything of it."""
+        return self.started is not None or self._left < self._most
 
     def cancel(self) -> None:
         """Tells the worker at once, without waiting; no effect on a request that has ended."""
@@ -181,12 +186,22 @@ class DecodeSession:
             writing = asyncio.create_task(self._write(stream))
             async for events in responses(stream):
                 self._take(events)
+            self._turned_away()
         except Exception as exc:
             error = surprise(exc, "a session with a decode worker")
         finally:
             self._fail(error)
             if writing is not None:
                 await end_tasks([writing])
+
+    def _turned_away(self) -> None:
+        """The worker has ended the session well: it stops, and none of its requests was open. What it told nothing of
+        was on its way to a door that had shut, and can be served elsewhere."""
+        self.over = True
+        for call_no, call in list(self._calls.items()):
+            if not call.begun:
+                del self._calls[call_no]
+                call.end(Unavailable("draining", "the decode worker stopped before it took the request"))
 
     def _fail(self, error: GenlockError) -> None:
         self.over = True

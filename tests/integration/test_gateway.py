@@ -29,6 +29,7 @@ from tests.support.fake_workers import (
     VOCAB,
     ByteTokenizer,
     config,
+    echo,
     ended,
     finished,
     hang,
@@ -355,6 +356,21 @@ async def test_a_worker_that_comes_back_is_routed_again():
         await env.decode.start(port)
         await env.gateway.wait_ready(5000)
         assert text_of(await read(env.stub.Generate(prompt("back"), timeout=5))) == "back"
+
+
+async def test_what_was_on_its_way_to_a_worker_that_stopped_is_answered_by_another():
+    async def script(fake, request):
+        if fake.worker_id == "decode-0":
+            return  # its session ends well, and it has told nothing
+        async for event in echo(fake, request):
+            yield event
+
+    async with cluster(script, decoders=2) as env:
+        texts = [text_of(await read(env.stub.Generate(prompt("ok"), timeout=5))) for _ in range(4)]
+        assert texts == ["ok"] * 4
+        assert any(seen.ended == "ok" for seen in env.workers[0].seen), "it was asked"
+        await idle(env)
+        assert dict(env.state.outcomes) == {"ok": 4}
 
 
 async def test_a_dead_worker_ends_its_streams_as_unavailable():

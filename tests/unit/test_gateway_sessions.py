@@ -184,6 +184,34 @@ async def test_a_request_that_is_cancelled_before_it_was_sent_is_not_sent():
     await session.close()
 
 
+async def test_what_a_worker_that_stops_has_told_nothing_of_was_turned_away():
+    stream = Scripted()
+    session = DecodeSession(lambda: stream, itertools.count(1))
+    calls = [session.submit(request()) for _ in range(4)]
+    started = worker_pb2.DecodeEvent(call_no=2, started=worker_pb2.DecodeStarted())
+    stream.say([1], [7], [started])
+    stream.events.put_nowait(None)
+    ended = [await told(call, 5) for call in calls]
+    assert [error.reason for _tokens, error in ended] == ["stream_cut", "stream_cut", "draining", "draining"]
+    assert ended[2][1] is not ended[3][1]
+    assert session.over
+    assert not len(session)
+    await session.close()
+
+
+async def test_what_was_on_its_way_to_a_worker_that_is_lost_is_not_taken_for_turned_away():
+    class Lost(Scripted):
+        async def __aiter__(self):
+            raise Unavailable("peer_unreachable", "gone")
+            yield
+
+    session = DecodeSession(Lost, itertools.count(1))
+    call = session.submit(request())
+    _tokens, error = await told(call, 5)
+    assert error.reason == "peer_unreachable"
+    await session.close()
+
+
 @pytest.mark.parametrize("how", ["end", "lists", "kind", "error", "close", "close at once"])
 async def test_the_end_of_a_session_ends_every_request_typed(how: str):
     stream = Scripted()
