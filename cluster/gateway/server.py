@@ -23,7 +23,6 @@ from cluster.settings import Config
 from cluster.tls import dialer_of, front_tls
 from genlock.v1 import inference_pb2, inference_pb2_grpc, operator_pb2, operator_pb2_grpc
 from kvstore.errors import GenlockError, Unavailable
-from wire.completions import hand_over_in_batches
 from wire.health import LIVENESS, READINESS
 from wire.interceptor import TypedErrors
 from wire.metrics_http import OFF, MetricsServer
@@ -85,7 +84,6 @@ class Gateway:
                 self._config.api.max_requests + SPARE_STREAMS,
             ),
         )
-        hand_over_in_batches()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.state), server)
         operators = OperatorService(self.state, self.state.version)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from dataclasses import replace
 
@@ -47,7 +46,6 @@ from tests.support.gateway_cluster import (
     refused,
     text_of,
 )
-from wire.completions import POLLER
 from wire.errors import from_rpc
 
 
@@ -455,9 +453,3 @@ async def test_a_client_that_leaves_while_its_text_is_tokenized_is_cancelled():
             await env.stub.Tokenize(pb.TokenizeRequest(text="y" * 4000), timeout=0.3)
         assert type(from_rpc(caught.value)) is DeadlineExceeded
         tokenizer.release.set()
-
-
-async def test_grpc_s_thread_of_completions_does_not_interrupt_the_loop():
-    async with cluster():
-        pollers = [thread.native_id or 0 for thread in threading.enumerate() if POLLER in thread.name]
-        assert {os.sched_getscheduler(native_id) for native_id in pollers} == {os.SCHED_BATCH}
