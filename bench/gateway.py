@@ -4,7 +4,8 @@ A scripted decode worker in a process of its own runs steps at a fixed pace: eac
 token, and all of them leave as one message, as those of a real decode worker do. The gateway is the one that serves:
 admission, routing, token counts, detokenizing, every check on the stream. The peer takes the same messages apart and
 writes a message that it made beforehand to each client: what gRPC for asyncio costs by itself. Each front is pinned to
-one core, and its processor time is what counts, so that other work on the host blurs the figures less.
+one core, which client and worker keep off where there is another, and its processor time is what counts, so that other
+work on the host blurs the figures less.
 
     genlock bench gateway
     genlock bench gateway --streams 256 --rate 30000 --json
@@ -231,6 +232,18 @@ def _part(name: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], d
 # --- the client ------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _cores() -> Iterator[int]:
+    """The core of the fronts, which this process and those that it starts keep off where there is another."""
+    every = os.sched_getaffinity(0)
+    front = max(every)
+    os.sched_setaffinity(0, every - {front} or every)
+    try:
+        yield front
+    finally:
+        os.sched_setaffinity(0, every)
+
+
 def _cpu_s(pid: int) -> float:
     """Processor time of all threads of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
@@ -296,11 +309,10 @@ def run(
     """Every load on the gateway and on the peer, one after the other, about `seconds` each."""
     rows = []
     with ExitStack() as parts:
+        core = parts.enter_context(_cores())
         workers, endpoints = parts.enter_context(_part(WORKERS))
-        where = json.dumps(endpoints)
-        fronts = {
-            name: parts.enter_context(_part(name, "--endpoints", where, "--model", model)) for name in (GATEWAY, PASS)
-        }
+        arguments = ("--endpoints", json.dumps(endpoints), "--model", model, "--core", str(core))
+        fronts = {name: parts.enter_context(_part(name, *arguments)) for name in (GATEWAY, PASS)}
         for rate in rates:
             for many in streams:
                 assert workers.stdin is not None
@@ -330,13 +342,14 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--part", hidden=True, type=click.Choice((GATEWAY, PASS, WORKERS)))
 @click.option("--endpoints", hidden=True, default="{}")
+@click.option("--core", hidden=True, type=int, default=0)
 def command(
     streams: tuple[int, ...], rates: tuple[int, ...], seconds: float, model: str, as_json: bool, part: str | None,
-    endpoints: str,
+    endpoints: str, core: int,
 ) -> int:  # fmt: skip
     """Measures streamed tokens through one gateway on one core, beside a bare hand-through."""
     if part is not None:
-        _run_part(part, json.loads(endpoints), model)
+        _run_part(part, json.loads(endpoints), model, core)
         return 0
     rows = run(streams, rates, seconds, model, lambda line: click.echo(line, err=True))
     if as_json:
@@ -352,11 +365,11 @@ def command(
     return 0
 
 
-def _run_part(part: str, endpoints: dict[str, str], model: str) -> None:
+def _run_part(part: str, endpoints: dict[str, str], model: str, core: int) -> None:
     if part == WORKERS:
         asyncio.run(_serve_workers())
         return
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.sched_setaffinity(0, {core})
     asyncio.run(_serve_gateway(endpoints, model) if part == GATEWAY else _serve_pass(endpoints))
 
 

@@ -167,13 +167,24 @@ class Utf8Stream:
     """Implements `TextStream`: the pieces of any cut, joined, are what `decode` returns for the whole."""
 
     def __init__(self, tokenizer: ByteLevelTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._hidden_ids = tokenizer.hidden_ids
+        self._bytes_of = tokenizer.bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # Whether the decoder holds a part of a character.
+        self._holds = False
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.hidden_ids:
+        if token_id in self._hidden_ids:
             return ""
-        return self._decoder.decode(self._tokenizer.bytes_of(token_id))
+        data = self._bytes_of(token_id)
+        if not self._holds:
+            try:
+                return data.decode()  # nearly every token is whole characters, and this is the short way for those
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -9,6 +9,7 @@ hold them up.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 HEADERS_S = 5.0
@@ -23,10 +24,13 @@ class Replies:
         self._context = context
         self._begun = False
 
-    async def write(self, message: Any) -> None:
-        """One message; the first one is preceded by the headers."""
-        if not self._begun:
-            await self._begin()
+    def write(self, message: Any) -> Awaitable[None]:
+        """One message; the first one is preceded by the headers. Every token passes here: no coroutine of our own."""
+        written: Awaitable[None] = self._context.write(message) if self._begun else self._first(message)
+        return written
+
+    async def _first(self, message: Any) -> None:
+        await self._begin()
         await self._context.write(message)
 
     async def _begin(self) -> None:

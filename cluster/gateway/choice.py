@@ -49,6 +49,8 @@ class Choice:
     ) -> None:
         """`elsewhere`: sends the same answer to another pair, after one that turned it away."""
         self._spec = spec
+        # What every message of this answer says; copied, which is cheaper than to say it anew for each token.
+        self._blank = pb.GenerateResponse(request_id=spec.request_id, server_id=spec.server_id, index=spec.index)
         self._placed = placed
         self._elsewhere = elsewhere
         self._moves = 0
@@ -59,6 +61,7 @@ class Choice:
         hidden = frozenset(spec.sampling.stop_token_ids)
         self._text: ChoiceText[Token] = ChoiceText(tokenizer.stream(), spec.sampling.stop, hidden)
         self._judge = EndJudge(spec.asked)
+        self._wants_logprobs = spec.sampling.logprobs >= 0
         # Of all tokens that came, also those after a stop string.
         self._told = Told()
         self._first_ms = 0.0
@@ -137,15 +140,13 @@ class Choice:
         return self._text.push(tokens)
 
     def _message(self, piece: TextPiece) -> pb.GenerateResponse:
-        spec = self._spec
-        message = pb.GenerateResponse(
-            request_id=spec.request_id,
-            server_id=spec.server_id,
-            index=spec.index,
-            text=piece.text,
-            token_ids=[token.token_id for token in piece.tokens],
-        )
-        if spec.sampling.logprobs >= 0:
+        message = pb.GenerateResponse()
+        message.CopyFrom(self._blank)
+        message.text = piece.text
+        token_ids = message.token_ids
+        for token in piece.tokens:
+            token_ids.append(token.token_id)
+        if self._wants_logprobs:
             message.logprobs.extend(self._logprob(token) for token in piece.tokens)
         return message
 

@@ -55,11 +55,13 @@ class EndJudge:
     asked: Asked
     # Tokens that may end an answer before max_tokens.
     _ends: frozenset[int] = field(init=False, default=frozenset())
+    _wants_logprobs: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         sampling = self.asked.sampling
         eos = () if sampling.ignore_eos else self.asked.eos_token_ids
         object.__setattr__(self, "_ends", frozenset((*sampling.stop_token_ids, *eos)))
+        object.__setattr__(self, "_wants_logprobs", sampling.logprobs >= 0)
 
     def tokens(self, told: Told, tokens: Sequence[Sampled]) -> Told:
         """`told` and the tokens that follow. Every token of every answer passes here: keep it short."""
@@ -68,19 +70,19 @@ class EndJudge:
         count, ended = told
         if ended is not None:
             raise _cannot_be(f"a token after the one that ended the answer ({ended})")
-        asked = self.asked
-        most, wants_logprobs = asked.sampling.max_tokens, asked.sampling.logprobs >= 0
+        asked, last = self.asked, -1
+        vocab_size, most = asked.vocab_size, asked.sampling.max_tokens
         for token in tokens:
-            if not 0 <= token.token_id < asked.vocab_size:
+            last = token.token_id
+            if not 0 <= last < vocab_size:
                 raise _cannot_be("a token outside the vocabulary")
-            if wants_logprobs:
+            if self._wants_logprobs:
                 self._logprobs(token)
         count += len(tokens)
         if count > most:
             raise _cannot_be(f"more than max_tokens = {most} tokens")
         if len(tokens) > 1:
             self._none_ends(told.number, tokens[:-1])
-        last = tokens[-1].token_id
         if count < most and last not in self._ends:
             return Told(count)
         return Told(count, finish_reason(last, count, asked.sampling, asked.eos_token_ids))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -58,7 +58,7 @@ class Call(Protocol):
         """Asked for once, when the caller is known, of `tenant`, and counted. Raises GenlockError."""
         ...
 
-    async def write(self, message: pb.GenerateResponse) -> None:
+    def write(self, message: pb.GenerateResponse) -> Awaitable[None]:
         """Waits while the client does not read."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from cluster.gateway.admission import check_model, check_prompt, check_request_id
@@ -43,8 +43,8 @@ class GrpcCall:
     async def request(self, tenant: str) -> pb.GenerateRequest:
         return self._request
 
-    async def write(self, message: pb.GenerateResponse) -> None:
-        await self._replies.write(message)
+    def write(self, message: pb.GenerateResponse) -> Awaitable[None]:
+        return self._replies.write(message)
 
 
 class InferenceService(services.InferenceServiceServicer):

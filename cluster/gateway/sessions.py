@@ -59,7 +59,9 @@ class Stream(Protocol):
 class DecodeCall:
     """One request at a decode worker."""
 
-    __slots__ = ("_assign", "_cancel", "_end", "_left", "_most", "_tokens", "_waiter", "call_no", "started")
+    __slots__ = (
+        "_assign", "_cancel", "_end", "_left", "_loop", "_most", "_tokens", "_waiter", "call_no", "started",
+    )  # fmt: skip
 
     def __init__(
         self, call_no: int, most_tokens: int, cancel: Callable[[int], None], assign: Assign | None = None
@@ -67,6 +69,7 @@ class DecodeCall:
         """`most_tokens`: what the request asks for at most."""
         self.call_no = call_no
         self._left = self._most = most_tokens
+        self._loop = asyncio.get_running_loop()
         self._assign = assign
         # What the handoff cost; there with the first token.
         self.started: worker_pb2.DecodeStarted | None = None
@@ -79,7 +82,7 @@ class DecodeCall:
         """What has come since the last time, at least one token or the end. Raises the GenlockError that the request
         ended with, after the tokens that came before it."""
         if not self._tokens and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     # The module imports torch, which this pure code does not need.
@@ -25,9 +24,9 @@ class HasTokenId(Protocol):
 T = TypeVar("T", bound=HasTokenId)
 
 
-@dataclass(frozen=True)
-class Piece(Generic[T]):
-    """Text that may leave, with the tokens that it came from. After `matched_stop` nothing follows."""
+class Piece(NamedTuple, Generic[T]):
+    """Text that may leave, with the tokens that it came from. After `matched_stop` nothing follows. One is made for
+    every token."""
 
     text: str
     tokens: tuple[T, ...]
