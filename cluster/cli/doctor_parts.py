@@ -22,7 +22,7 @@ CLOCK_LIMIT_MS = 1_000
 SHOWN = ("torch", "ray", "grpcio", "protobuf", "numba", "redis")
 # Engine, the modules of which one must be there, the question that loads it, the library's own needs.
 LIBRARIES = (
-    ("mooncake", ("mooncake",), MOONCAKE, "it needs libibverbs: apt-get install libibverbs1"),
+    ("mooncake", ("mooncake",), MOONCAKE, "it needs libibverbs and libcurl: apt-get install libibverbs1 libcurl4"),
     ("nixl", ("nixl_cu12", "nixl_cu13"), NIXL, "install it anew, in the version that docs/dependencies.md names"),
 )
 

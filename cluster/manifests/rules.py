@@ -34,6 +34,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "replica-bounds": rules_pods.replica_bounds,
         "replicas-are-ours": rules_pods.replicas_are_ours,
         "ray-auth": rules_pods.ray_auth,
+        "controller-joins-ray": rules_pods.controller_joins_ray,
         "head-is-empty": rules_pods.head_is_empty,
         "drain-before-stop": rules_pods.drain_before_stop,
         "drain-reaches": rules_access.drain_reaches,

@@ -82,6 +82,22 @@ def ray_auth(documents: Sequence[Document]) -> Found:
             yield name_of(cluster), "authOptions.mode must be token: who reaches Ray's ports may run any code"
 
 
+def controller_joins_ray(documents: Sequence[Document]) -> Found:
+    """The controller's pod brings a node of Ray. A driver finds its node among the processes that it sees, and KubeRay
+    makes certificates for its own pods alone."""
+    for pod in pods(documents):
+        words = [str(w) for c in pod.containers for key in ("command", "args") for w in get(c, key, default=())]
+        starts_ray = pod.kind != "RayCluster" and "ray start" in " ".join(words)
+        if starts_ray and pod.spec.get("shareProcessNamespace") is not True:
+            yield pod.where, "shareProcessNamespace must be true: a driver finds no node of another container's"
+    for cluster in _clusters(documents):
+        if get(cluster, "spec", "tlsOptions", "enabled", default=False) is not False:
+            yield (
+                name_of(cluster),
+                "tlsOptions.enabled must be false: KubeRay gives the controller's pod no certificate",
+            )
+
+
 def head_is_empty(documents: Sequence[Document]) -> Found:
     for cluster in _clusters(documents):
         if get(cluster, "spec", "headGroupSpec", "rayStartParams", "num-cpus") != "0":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -397,3 +399,42 @@ def test_the_controller_owns_the_replicas_of_its_own_cluster() -> None:
     assert "controller" in cluster["spec"]["headGroupSpec"]["rayStartParams"]["resources"]
     pod = one(documents, "Deployment", "genlock-controller")["spec"]["template"]["spec"]
     assert """--resources='{"controller": 1}'""" in pod["initContainers"][0]["args"][0]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_object_store_has_room_in_shared_memory(name: str) -> None:
+    """Else Ray puts it on disk and warns at each node's start. Without the flag it takes 30 % of the memory."""
+    documents = manifests(name)
+    cluster = one(documents, "RayCluster")["spec"]
+    starts = [
+        (entry["rayStartParams"]["object-store-memory"], entry["template"]["spec"])
+        for entry in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
+    pod = one(documents, "Deployment", "genlock-controller")["spec"]["template"]["spec"]
+    flag = re.search(r"--object-store-memory=(\d+)", pod["initContainers"][0]["args"][0])
+    assert flag is not None
+    for store, spec in [*starts, (flag[1], pod)]:
+        shm = next(volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"] if volume["name"] == "shm")
+        room = int(shm[:-2]) << {"Mi": 20, "Gi": 30}[shm[-2:]]
+        # Ray accepts no less than 75 MiB.
+        assert 75 << 20 <= int(store) <= room // 2
+
+
+def test_the_controller_starts_when_its_node_of_ray_can_be_found(tmp_path: Path) -> None:
+    """Its socket is there seconds before `ray start` writes where the cluster is; both outlive a node that ended."""
+    pod = one(manifests(), "Deployment", "genlock-controller")["spec"]["template"]["spec"]
+    shell, option, text = pod["initContainers"][0]["startupProbe"]["exec"]["command"]
+    found, answer = tmp_path / "ray_current_cluster", tmp_path / "wget"
+    text = text.replace("/tmp/ray/ray_current_cluster", str(found))
+
+    def ready() -> bool:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        return subprocess.run([shell, option, text], env={"PATH": path}, timeout=30, check=False).returncode == 0
+
+    answer.write_text("#!/bin/sh\necho success\n")
+    answer.chmod(0o755)
+    assert not ready(), "`ray start` has not come to its end"
+    found.write_text("10.0.0.1:6379")
+    assert ready()
+    answer.write_text("#!/bin/sh\nexit 4\n")
+    assert not ready(), "the file is of a node that ended"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import re
 import shlex
 import shutil
@@ -60,11 +61,12 @@ def problems(text: str) -> list[str]:
         if word == "ARG" and "IMAGE=" in rest and (":" not in rest or rest.endswith(":latest")):
             found.append(f"ARG {rest}: an image needs a version")
         if word == "RUN" and "apt-get install" in rest:
-            if "--no-install-recommends" not in rest or "rm -rf /var/lib/apt/lists" not in rest:
+            tidy = ("--no-install-recommends", "apt-get clean", "rm -rf /var/lib/apt/lists")
+            if any(word not in rest for word in tidy):
                 found.append("apt-get install leaves what nobody needs")
             if "apt-get update" not in rest:
                 found.append("apt-get update belongs into the same layer")
-        if word == "RUN" and re.search(r"curl|wget -|\| *(ba)?sh", rest.replace("bash wget tini", "")):
+        if word == "RUN" and re.search(r"\bcurl |wget -|\| *(ba)?sh", rest):
             found.append(f"RUN {rest}: runs what it fetched")
         if word == "RUN" and "pip install" in rest:
             pinned = ("-c deploy/constraints.txt", "--no-deps -r requirements/")
@@ -89,6 +91,7 @@ def test_the_dockerfile_is_sound() -> None:
         ("ENV PATH=/opt/genlock/bin:$PATH \\", "ENV GENLOCK_REGISTRY_PASSWORD=x \\", "secret"),
         ("python:3.11-slim-bookworm", "python:latest", "version"),
         ("--no-install-recommends gcc", "gcc", "nobody needs"),
+        (" && apt-get clean", "", "nobody needs"),
         ("RUN python -m venv /opt/genlock", "RUN curl https://example.com/x | sh", "fetched"),
         ("pip install -c deploy/constraints.txt '.[tracing,kube]'", "pip install '.[tracing,kube]'", "pinned"),
         ("HEALTHCHECK NONE", "", "HEALTHCHECK"),
@@ -178,6 +181,54 @@ def test_system_packages_are_those_of_the_base_image() -> None:
     wanted = run_words(DOCKERFILE.read_text(), "apt-get install")
     assert {"tini", "libibverbs1", "gcc"} <= wanted
     assert wanted <= set(known.split())
+
+
+def with_dependencies(names: set[str]) -> set[str]:
+    """Packages, and all that come with them."""
+    kinds = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+    command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in kinds), *sorted(names)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return {line for line in out.splitlines() if line and not line.startswith((" ", "<"))}
+
+
+def test_the_engines_load_with_what_the_image_has() -> None:
+    """Their wheels link against libraries of the system; a development machine has many that the image lacks."""
+    mooncake = importlib.util.find_spec("mooncake")
+    if mooncake is None or any(shutil.which(name) is None for name in ("ldd", "dpkg", "apt-cache")):
+        pytest.skip("needs mooncake, and Debian's dpkg and apt-cache")
+    known = subprocess.run(["apt-cache", "pkgnames"], capture_output=True, text=True, timeout=60, check=True).stdout
+    if "bookworm" not in Path("/etc/os-release").read_text() or "tini" not in known.split():
+        pytest.skip("this host is not the Debian release of the image, or apt has no lists: apt-get update")
+    wanted = run_words(DOCKERFILE.read_text(), "apt-get install") - {"gcc", "libc6-dev"}
+    # apt and ca-certificates stand for what the base image has in any case.
+    there = with_dependencies({"apt", "ca-certificates", *wanted})
+    folder = Path(str(mooncake.submodule_search_locations[0] if mooncake.submodule_search_locations else ""))
+    linked = subprocess.run(["ldd", str(folder / "engine.so")], capture_output=True, text=True, timeout=60, check=True)
+    if "not found" in linked.stdout:
+        pytest.skip("this host lacks a library that mooncake needs: apt-get install libibverbs1 libcurl4")
+    paths = [path for path in re.findall(r"=> (/\S+)", linked.stdout) if "site-packages" not in path]
+    owners = {path: owner(path) for path in paths}
+    assert {path: name for path, name in owners.items() if name not in there} == {}
+    assert "libcurl4" in owners.values(), "ldd names nothing that the base image lacks"
+
+
+def owner(path: str) -> str:
+    """The package of a file. /lib is a link to /usr/lib, and dpkg knows a file by one of both."""
+    for known in (path, f"/usr{path}", path.removeprefix("/usr")):
+        found = subprocess.run(["dpkg", "-S", known], capture_output=True, text=True, timeout=60, check=False)
+        if found.returncode == 0:
+            return found.stdout.partition(":")[0]
+    return ""
+
+
+def test_a_login_shell_finds_the_commands() -> None:
+    """KubeRay starts Ray by one where its ENABLE_LOGIN_SHELL is set, and Debian's sets PATH anew."""
+    written = re.search(r"echo '([^']*)' > /etc/profile\.d/\w+\.sh", DOCKERFILE.read_text())
+    assert written is not None
+    done = subprocess.run(
+        ["sh", "-c", f'PATH=/usr/bin:/bin; {written[1]}; echo "$PATH"'], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split(":")[0] == "/opt/genlock/bin"
 
 
 def test_constraints_agree_with_the_project() -> None:

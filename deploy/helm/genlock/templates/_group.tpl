@@ -1,5 +1,7 @@
-{{/* Ray's own ports, fixed so that a NetworkPolicy can name them. */}}
-{{- define "genlock.rayPorts" -}}
+{{/* What every node of Ray starts with. Ports are fixed so that a NetworkPolicy can name them. No page and no request
+travels by the object store; Ray would give it 30 % of the memory, more than /dev/shm holds. */}}
+{{- define "genlock.rayStart" -}}
+object-store-memory: "134217728"
 node-manager-port: "6380"
 object-manager-port: "6381"
 runtime-env-agent-port: "6382"
@@ -10,8 +12,8 @@ min-worker-port: "10002"
 max-worker-port: "10999"
 {{- end }}
 
-{{- define "genlock.rayPortFlags" -}}
-{{- range $flag, $value := fromYaml (include "genlock.rayPorts" .) }} --{{ $flag }}={{ $value }}{{- end }}
+{{- define "genlock.rayStartFlags" -}}
+{{- range $flag, $value := fromYaml (include "genlock.rayStart" .) }} --{{ $flag }}={{ $value }}{{- end }}
 {{- end }}
 
 {{/* One worker group of the RayCluster: root, role, group. Both roles come from here and so share image and settings. */}}
@@ -36,7 +38,7 @@ max-worker-port: "10999"
     # A shell expands it: the node's name in Genlock's commands is the pod's.
     node-name: $POD_NAME
     resources: {{ printf "\"{\\\"%s\\\": %d}\"" .role (int $group.workersPerPod) | squote }}
-    {{- include "genlock.rayPorts" $root | nindent 4 }}
+    {{- include "genlock.rayStart" $root | nindent 4 }}
   template:
     metadata:
       labels:
