@@ -688,11 +688,11 @@ class FleetEvent(_message.Message):
     at_ms: _builtins.int
     """Unix time."""
     kind: _builtins.str
-    """e.g. scale, cordon, drain, phase, autoscale, controller."""
+    """e.g. scale, cordon, drain, phase, autoscale, controller, key."""
     subject: _builtins.str
-    """A worker id, or fleet."""
+    """A worker id, an API key's id (never the key), or fleet."""
     actor: _builtins.str
-    """Who: the credential's name, or controller / autoscaler."""
+    """Who: the credential's name, controller / autoscaler, or local:USER for a command at the registry itself."""
     message: _builtins.str
     reason: _builtins.str
     """The caller's reason."""
