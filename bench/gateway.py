@@ -78,6 +78,9 @@ class _Scripted(worker_pb2_grpc.WorkerServiceServicer):
     async def Status(self, request: worker_pb2.WorkerStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return self._status
 
+    async def Leases(self, request: worker_pb2.WorkerLeasesRequest, context: Any) -> worker_pb2.WorkerLeases:
+        return worker_pb2.WorkerLeases()
+
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         return worker_pb2.DrainResponse(drained=True)
 

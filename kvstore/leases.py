@@ -14,6 +14,7 @@ class Lease:
     deadline_ms: int
     refs: tuple[PageRef, ...] = ()
     granted_ms: int = 0
+    renewals: int = 0  # that decode asked for; promised pages move the deadline too and do not count
 
 
 class LeaseTable:
@@ -44,13 +45,16 @@ class LeaseTable:
     def add(self, handoff_id: bytes, refs: tuple[PageRef, ...], now_ms: int) -> None:
         """Promises more pages; moves the deadline."""
         lease = self._get(handoff_id)
-        self._leases[handoff_id] = replace(lease, refs=lease.refs + refs)
-        self.renew(handoff_id, now_ms)
+        self._leases[handoff_id] = replace(
+            lease, refs=lease.refs + refs, deadline_ms=max(lease.deadline_ms, now_ms + self.lease_ms)
+        )
 
     def renew(self, handoff_id: bytes, now_ms: int) -> None:
         """Moves the deadline, never back."""
         lease = self._get(handoff_id)
-        self._leases[handoff_id] = replace(lease, deadline_ms=max(lease.deadline_ms, now_ms + self.lease_ms))
+        self._leases[handoff_id] = replace(
+            lease, deadline_ms=max(lease.deadline_ms, now_ms + self.lease_ms), renewals=lease.renewals + 1
+        )
 
     def end(self, handoff_id: bytes) -> tuple[PageRef, ...]:
         """Removes a lease and returns the pages that it kept."""
@@ -65,6 +69,10 @@ class LeaseTable:
     def ages_ms(self, now_ms: int) -> tuple[int, ...]:
         """How long each live lease has been there. Safe from any thread."""
         return tuple(max(0, now_ms - lease.granted_ms) for lease in tuple(self._leases.values()))
+
+    def oldest(self, limit: int) -> tuple[Lease, ...]:
+        """At most so many live leases, in the order of their grants. Safe from any thread."""
+        return tuple(self._leases.values())[: max(0, limit)]
 
     def _get(self, handoff_id: bytes) -> Lease:
         lease = self._leases.get(handoff_id)

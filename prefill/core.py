@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Generic, TypeVar
 
 from kvstore.descriptor import PageDescriptor
@@ -76,6 +77,26 @@ class HandoffFailed:
 Event = PageSealed | HandoffCompleted[T] | HandoffFailed
 
 
+class LeasePhase(StrEnum):
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    COMPLETED = "completed"  # all pages are promised; decode is to pull them
+
+
+@dataclass(frozen=True)
+class LeaseFacts:
+    """One live lease, for operators: no token, no key, no page's name."""
+
+    handoff_id: bytes
+    ticket_id: bytes
+    phase: LeasePhase
+    pages: int  # promised so far
+    prompt_pages: int
+    age_ms: int
+    left_ms: int  # 0: over; a prompt that waits or is computed keeps its lease all the same
+    renewals: int
+
+
 @dataclass
 class PrefillSequence:
     """One prompt being prefilled or waiting to be pulled. `pages[i]` holds positions i * page_tokens and on."""
@@ -138,6 +159,17 @@ class PrefillCore(Generic[T]):
     def sequence(self, request_no: int) -> PrefillSequence | None:
         found = self._waiting.get(request_no) or self._running.get(request_no)
         return found or next((s for s in self._promised.values() if s.request_no == request_no), None)
+
+    def oldest_leases(self, limit: int, now_ms: int) -> tuple[LeaseFacts, ...]:
+        """At most so many, the oldest first. A snapshot from any thread."""
+        found = ((lease, self._promised.get(lease.handoff_id)) for lease in self.leases.oldest(limit))
+        return tuple(
+            LeaseFacts(
+                lease.handoff_id, seq.ticket.ticket_id, _phase(seq), len(lease.refs), len(seq.keys),
+                max(0, now_ms - lease.granted_ms), max(0, lease.deadline_ms - now_ms), lease.renewals,
+            )
+            for lease, seq in found if seq is not None  # else it ended a moment ago
+        )  # fmt: skip
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -399,3 +431,9 @@ class PrefillCore(Generic[T]):
             self._descs.pop(ref, None)
             freed += 1
         return freed
+
+
+def _phase(seq: PrefillSequence) -> LeasePhase:
+    if seq.completed:
+        return LeasePhase.COMPLETED
+    return LeasePhase.QUEUED if seq.started_ms < 0 else LeasePhase.PREFILL

@@ -15,7 +15,7 @@ from model.grammar import AnswerMatcher, Grammars
 from model.runner import StepRunner
 from model.sampler import SampledToken, SampleRow
 from model.ticket import Ticket
-from prefill.core import Event, HandoffCompleted, HandoffFailed, PrefillCore, PrefillSequence
+from prefill.core import Event, HandoffCompleted, HandoffFailed, LeaseFacts, PrefillCore, PrefillSequence
 from wire.admission import Admission
 from wire.causes import Causes
 from wire.elapsed import elapsed_ms
@@ -129,6 +129,11 @@ class PrefillEngine:
             core.waiting, core.running, len(core.leases), core.cached_pages, self._steps, self._tokens,
             dict(self._outcomes), self._prompt_tokens, self._cached_tokens,
         )  # fmt: skip
+
+    def oldest_leases(self, limit: int) -> tuple[LeaseFacts, ...]:
+        """At most so many, the oldest first. Like `facts`, and it does not wait for a step: a loop that stands still
+        is when somebody asks."""
+        return self.core.oldest_leases(limit, self._clock())
 
     # --- on the step thread -------------------------------------------------------------------------------------
 

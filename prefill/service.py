@@ -11,7 +11,7 @@ from genlock.v1 import worker_pb2, worker_pb2_grpc
 from kvstore.errors import Cancelled, GenlockError, InvalidInput, NotFound
 from model.base import ModelInfo
 from model.sampler import SampledToken
-from prefill.core import Event, HandoffCompleted, HandoffFailed, PageSealed, PrefillSequence
+from prefill.core import Event, HandoffCompleted, HandoffFailed, LeaseFacts, PageSealed, PrefillSequence
 from prefill.engine import PrefillEngine
 from wire.convert import descriptor_to_proto, export_to_proto, served_ticket, token_to_proto
 from wire.errors import abort_with, surprise
@@ -19,6 +19,8 @@ from wire.replies import Replies
 from wire.tracing import NO_TRACER, Tracer, Trail, incoming
 
 FIRST_COMMAND_S = 5.0
+# Enough to tell ids apart, too little to name a handoff with.
+SHOWN_ID_BYTES = 4
 
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
@@ -29,6 +31,13 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         self._info = info
         self._tracer = tracer
         self._worker = worker
+        self._requests: dict[bytes, str] = {}  # the gateways' ids of requests, by handoff
+
+    def leases(self, limit: int) -> worker_pb2.WorkerLeases:
+        """At most so many live leases, the oldest first."""
+        kept = self._engine.oldest_leases(limit)
+        total = max(len(kept), len(self._engine.core.leases))
+        return worker_pb2.WorkerLeases(leases=[self._lease(facts) for facts in kept], total=total)
 
     async def GetPool(self, request: worker_pb2.GetPoolRequest, context: Any) -> worker_pb2.GetPoolResponse:
         return worker_pb2.GetPoolResponse(pool=export_to_proto(self._engine.guard.export))
@@ -65,6 +74,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         trail.set(prompt_tokens=len(ticket.token_ids))
         trail.enter("queue")
         seq = await self._engine.submit(ticket, sink)
+        self._requests[seq.handoff_id] = trail.request_id
         reader = asyncio.create_task(self._read_commands(commands, seq, events))
         replies = Replies(context)
         try:
@@ -81,6 +91,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             )
         finally:
             reader.cancel()
+            del self._requests[seq.handoff_id]
             self._engine.cancel(seq.request_no)  # nothing is left to cancel after a release
 
     async def _first(self, commands: AsyncIterator[worker_pb2.PrefillCommand]) -> worker_pb2.Ticket:
@@ -128,6 +139,20 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         if handoff_id != seq.handoff_id:
             self._engine.refused.add("unknown_handoff")
             raise NotFound("unknown_handoff", "this call has no such handoff")
+
+    def _lease(self, facts: LeaseFacts) -> worker_pb2.Lease:
+        return worker_pb2.Lease(
+            worker_id=self._worker,
+            handoff=facts.handoff_id[:SHOWN_ID_BYTES].hex(),
+            ticket=facts.ticket_id[:SHOWN_ID_BYTES].hex(),
+            request=self._requests.get(facts.handoff_id, ""),
+            phase=facts.phase.value,
+            pages=facts.pages,
+            prompt_pages=facts.prompt_pages,
+            age_ms=facts.age_ms,
+            left_ms=facts.left_ms,
+            renewals=facts.renewals,
+        )
 
     def _accepted(self, seq: PrefillSequence) -> worker_pb2.HandoffEvent:
         return worker_pb2.HandoffEvent(

@@ -1,4 +1,4 @@
-"""WorkerService: the facts of one worker, and its drain. Cheap enough to be polled."""
+"""WorkerService: the facts of one worker, cheap enough to be polled; its leases, for who asks; and its drain."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kvstore.guard import Guard
 
 DRAIN_POLL_S = 0.05
 DRAIN_MAX_S = 3600.0
+DEFAULT_LEASES = 100
+MAX_LEASES = 10_000
 
 
 def pool_status(guard: Guard, cached_pages: int = 0) -> worker_pb2.PoolStatus:
@@ -28,22 +30,32 @@ def pool_status(guard: Guard, cached_pages: int = 0) -> worker_pb2.PoolStatus:
     )
 
 
+def no_leases(_limit: int) -> worker_pb2.WorkerLeases:
+    """Of a worker that promises no pages."""
+    return worker_pb2.WorkerLeases()
+
+
 class WorkerStatusService(worker_pb2_grpc.WorkerServiceServicer):
     """`facts` makes the answer; `drain(open_ms)` stops admission after a while; `idle` says
-    whether anything is running or may still come."""
+    whether anything is running or may still come; `leases(limit)` tells the oldest."""
 
     def __init__(
         self,
         facts: Callable[[], worker_pb2.WorkerStatus],
         drain: Callable[[int], None],
         idle: Callable[[], bool],
+        leases: Callable[[int], worker_pb2.WorkerLeases] = no_leases,
     ) -> None:
         self._facts = facts
         self._drain = drain
         self._idle = idle
+        self._leases = leases
 
     async def Status(self, request: worker_pb2.WorkerStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
         return self._facts()
+
+    async def Leases(self, request: worker_pb2.WorkerLeasesRequest, context: Any) -> worker_pb2.WorkerLeases:
+        return self._leases(min(MAX_LEASES, max(0, request.limit) or DEFAULT_LEASES))
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         remaining = context.time_remaining()

@@ -158,15 +158,20 @@ def text_of(policy: Policy) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def leaves(policy: Policy) -> dict[str, str]:
-    """Every field by its dotted name, as text: for diffs."""
-    out: dict[str, str] = {}
+def values(policy: Policy) -> dict[str, str | bool | int | float]:
+    """Every field by its dotted name."""
+    out: dict[str, str | bool | int | float] = {}
     for name, value in dataclasses.asdict(policy).items():
         if isinstance(value, dict):
-            out.update({f"{name}.{leaf}": str(item) for leaf, item in value.items()})
+            out.update({f"{name}.{leaf}": item for leaf, item in value.items()})
         else:
-            out[name] = str(getattr(value, "value", value))
+            out[name] = getattr(value, "value", value)
     return out
+
+
+def leaves(policy: Policy) -> dict[str, str]:
+    """The same as text: for diffs."""
+    return {name: str(value) for name, value in values(policy).items()}
 
 
 def _bad(name: str, wrong: str) -> InvalidInput:

@@ -124,12 +124,12 @@ def _row(name: str, outcome: Outcome) -> tuple[object, ...]:
 
 def as_tree(comparison: Comparison, trace: Trace, policy: Policy) -> dict[str, Any]:
     """As data; numbers that do not exist are null."""
-    from cluster.autoscale.policy import leaves
+    from cluster.autoscale.policy import values
 
     return {
         "trace": trace.name,
         "requests": len(trace.arrivals),
-        "policy": leaves(policy),
+        "policy": values(policy),
         "autoscaled": _outcome_tree(comparison.scaled.outcome),
         "fixed": {**asdict(comparison.fixed_counts), **_outcome_tree(comparison.fixed.outcome)},
         "changes": [

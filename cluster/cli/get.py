@@ -24,14 +24,17 @@ Examples:
   genlock get workers -o wide
   genlock get pools -o json
   genlock get requests --limit 20
+  genlock get leases
   genlock get nodes"""
 )
 @click.argument("kind", type=click.Choice(KINDS))
 @operator_options
-@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Most requests shown.")
+@click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="Most requests or leases shown."
+)
 def command(kind: str, endpoint: str | None, token: str | None, timeout_s: float, output: str, limit: int) -> int:
-    """Lists what there is. `requests` are those of all gateways; prompts and answers are never shown. Exit code 3: some
-    gateway did not answer; it is named."""
+    """Lists what there is. `requests` are those of all gateways; `leases` are the handoffs whose pages prefill workers
+    keep. Prompts and answers are never shown. Exit code 3: some gateway or worker did not answer; it is named."""
     from genlock.v1 import operator_pb2 as pb
 
     if kind == "requests":
@@ -40,10 +43,17 @@ def command(kind: str, endpoint: str | None, token: str | None, timeout_s: float
         if answer.unreached:
             tell_unreached(answer.unreached)
             return UNREACHABLE
+    elif kind == "leases":
+        answer = call(endpoint, token, timeout_s, "ListLeases", pb.ListLeasesRequest(limit=limit))
+        show(answer, output, lease_tables)
+        for one in answer.unreached:
+            click.echo(f"worker {one.worker_id} did not answer: {one.reason}: {one.detail}", err=True)
+        if answer.unreached:
+            return UNREACHABLE
     elif kind == "nodes":
         show(call(endpoint, token, timeout_s, "ListNodes", pb.ListNodesRequest()), output, node_tables)
     else:
-        tables = {"workers": fleet_tables, "pools": pool_tables, "leases": lease_tables}[kind]
+        tables = {"workers": fleet_tables, "pools": pool_tables}[kind]
         show(call(endpoint, token, timeout_s, "GetFleet", pb.GetFleetRequest()), output, tables)
     return 0
 
@@ -111,19 +121,20 @@ def pool_tables(fleet: pb.FleetView, _wide: bool) -> list[Table]:
     return [("", columns, rows)]
 
 
-def lease_tables(fleet: pb.FleetView, _wide: bool) -> list[Table]:
-    """Pages that prefill keeps for decode, and handoffs that decode still waits for."""
+def lease_tables(answer: pb.ListLeasesResponse, wide: bool) -> list[Table]:
+    """Handoffs whose pages prefill keeps for decode, and those that decode still waits for."""
+    columns = ["prefill", "handoff", "request", "phase", "pages", "of", "age", "ends in", "renewed"]
+    if wide:
+        columns.insert(2, "ticket")
     kept = [
-        (worker.worker_id, worker.status.leases)
-        for worker in fleet.workers
-        if worker.role == "prefill" and worker.HasField("status")
-    ]
-    owed = [
-        (worker.worker_id, prefill, count)
-        for worker in fleet.workers
-        for prefill, count in sorted(worker.status.owed_handoffs.items())
-    ]
-    return [
-        ("Handoffs whose pages are kept", ("prefill", "leases"), kept),
-        ("Handoffs that are awaited", ("decode", "from", "handoffs"), owed),
-    ]
+        [
+            one.worker_id, one.handoff, *([one.ticket] if wide else []), one.request, one.phase, one.pages,
+            one.prompt_pages, age(one.age_ms), age(one.left_ms), one.renewals,
+        ]
+        for one in answer.leases
+    ]  # fmt: skip
+    awaited = [(one.decode_worker, one.prefill_worker, one.handoffs) for one in answer.awaited]
+    title = "Handoffs whose pages are kept"
+    if len(kept) < answer.total:
+        title += f": {len(kept)} of {answer.total}, the oldest; {answer.total - len(kept)} are left out"
+    return [(title, columns, kept), ("Handoffs that are awaited", ("decode", "from", "handoffs"), awaited)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import pwd
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -14,7 +16,7 @@ import click
 
 from cluster.cli.options import load_settings, read_input, settings_options
 from cluster.output import emit, output_option
-from kvstore.errors import InvalidInput, NotFound
+from kvstore.errors import GenlockError, InvalidInput, NotFound
 from kvstore.files import FileReader
 from kvstore.json_text import parse_json
 from wire.clocks import now_ms, unix_ms
@@ -35,8 +37,8 @@ Examples:
 
 \b
 Gateways take these keys with auth.registry_keys: true and a Redis registry (registry.url). Only SHA-256 digests are
-kept; a key that is revoked is refused by all gateways within registry.poll_ms. For a tenants file: genlock keys
-digest."""
+kept; a key that is revoked is refused by all gateways within registry.poll_ms. Each key that is made or
+revoked is an event: genlock events. For a tenants file: genlock keys digest."""
 )
 def command() -> None:
     """Makes and revokes keys of tenants and operators, for all gateways of a registry at once."""
@@ -69,7 +71,12 @@ def create(
         max_requests=max_requests, max_priority=max_priority,
     )  # fmt: skip
     digest = hashlib.sha256(token.encode()).hexdigest()
-    _with_registry(config_file, assignments, lambda registry: registry.put_key(digest, record))
+
+    async def work(registry: Registry) -> None:
+        await registry.put_key(digest, record)
+        await _log(registry, key_id, f"key created for {_owner(parse_json(record))}")
+
+    _with_registry(config_file, assignments, work)
     click.echo(f"Key {key_id} of {tenant}{' (operator)' if operator else ''}; it is not kept anywhere:", err=True)
     click.echo(token)
     return 0
@@ -120,9 +127,11 @@ def revoke(key_id: str, config_file: Path | None, assignments: tuple[str, ...]) 
     """Takes a key back. Requests that run with it go on to their end."""
 
     async def work(registry: Registry) -> int:
-        gone = [digest for digest, record in _records(await registry.keys()) if record.get("id") == key_id]
-        for digest in gone:
+        kept = _records(await registry.keys())
+        gone = [(digest, record) for digest, record in kept if record.get("id") == key_id]
+        for digest, record in gone:
             await registry.remove_key(digest)
+            await _log(registry, key_id, f"key of {_owner(record)} revoked")
         return len(gone)
 
     if not _with_registry(config_file, assignments, work):
@@ -144,6 +153,29 @@ def print_digest() -> int:
         raise InvalidInput("empty_token", "no token on stdin", field="token")
     click.echo(hashlib.sha256(token.encode()).hexdigest())
     return 0
+
+
+async def _log(registry: Registry, key_id: str, message: str) -> None:
+    """Keeps an event. The change is made by now: what cannot be kept is said, or a new key would be lost with it."""
+    from cluster.registry.records import Event
+
+    try:
+        await registry.append_event(Event(unix_ms(), "key", key_id, _local_user(), message))
+    except GenlockError as error:
+        click.echo(f"Not in the event log: {error.reason}: {error.message}", err=True)
+
+
+def _owner(record: dict[str, Any]) -> str:
+    return f"tenant {record.get('tenant', '?')}{' (operator)' if record.get('operator') else ''}"
+
+
+def _local_user() -> str:
+    """Who runs this command, as the host knows them. No tenant's name has a colon."""
+    number = os.getuid()
+    try:
+        return f"local:{pwd.getpwuid(number).pw_name}"
+    except KeyError:  # a container may know no names
+        return f"local:{number}"
 
 
 def _records(kept: Any) -> list[tuple[str, dict[str, Any]]]:

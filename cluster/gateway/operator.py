@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.gateway.fleet import WorkerRecord
 from cluster.gateway.identity import operator
+from cluster.gateway.leases import list_leases
 from cluster.gateway.peers import ask_peers
 from cluster.gateway.running import meant_by, running_message
 from cluster.gateway.state import GatewayState
@@ -15,6 +16,7 @@ from cluster.operators.service import FleetService, Metadata
 from genlock.v1 import operator_pb2 as pb
 from genlock.v1 import operator_pb2_grpc as services
 from kvstore.errors import NotFound, Unavailable
+from wire.worker_status import DEFAULT_LEASES, MAX_LEASES
 
 DEFAULT_REQUESTS = 100
 MAX_REQUESTS = 10_000
@@ -59,6 +61,10 @@ class OperatorService(FleetService):
         asked = pb.ListRequestsRequest(limit=limit, local=True)
         heard = await ask_peers(state, lambda to: services.OperatorServiceStub(to).ListRequests, asked, metadata)
         return merged_lists((own, *heard.answers), heard.unreached, limit)
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.ListLeasesResponse:
+        self._operator(context.invocation_metadata() or ())
+        return await list_leases(self._state, min(MAX_LEASES, max(0, request.limit) or DEFAULT_LEASES))
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Any) -> pb.DescribeRequestResponse:
         metadata = tuple(context.invocation_metadata() or ())

@@ -54,7 +54,7 @@ from wire.health import HealthLimits, WorkerHealth
 from wire.metrics import WorkerReading
 from wire.options import server_options
 from wire.tracing import Tracer
-from wire.worker_status import WorkerStatusService, pool_status
+from wire.worker_status import WorkerStatusService, no_leases, pool_status
 
 PULL_THREADS = 2  # at least
 PROVE_THREADS = LANDING_SLOTS  # no more exchanges run at a time
@@ -123,13 +123,15 @@ class BuiltWorker:
             servicer = self._build_prefill(model, runner)
         else:
             servicer = self._build_decode(model, runner)
+        leases: Callable[[int], worker_pb2.WorkerLeases] = no_leases
         server = grpc.aio.server(interceptors=self.dialer.interceptors(), options=server_options())
         if isinstance(servicer, PrefillService):
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+            leases = servicer.leases
         else:
             self._decode = servicer
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-        self._status = WorkerStatusService(self.facts, self._drain, self._idle)
+        self._status = WorkerStatusService(self.facts, self._drain, self._idle, leases)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._status, server)
         config = self.spec.config
         limits = HealthLimits(config.workers.stall_ms, config.workers.stall_ms + config.control.kill_ms)

@@ -435,6 +435,116 @@ class RunningRequest(_message.Message):
 Global___RunningRequest: _TypeAlias = RunningRequest  # noqa: Y015
 
 @_typing.final
+class ListLeasesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Most entries; 0: 100."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListLeasesRequest: _TypeAlias = ListLeasesRequest  # noqa: Y015
+
+@_typing.final
+class ListLeasesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Of all workers that answered: those above the number of `leases` were left out."""
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Lease]:
+        """The oldest first."""
+
+    @_builtins.property
+    def unreached(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnreachedWorker]: ...
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedCompositeFieldContainer[Global___AwaitedHandoffs]:
+        """As decode workers last told."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[_worker_pb2.Lease] | None = ...,
+        total: _builtins.int = ...,
+        unreached: _abc.Iterable[Global___UnreachedWorker] | None = ...,
+        awaited: _abc.Iterable[Global___AwaitedHandoffs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "leases", b"leases", "total", b"total", "unreached", b"unreached"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListLeasesResponse: _TypeAlias = ListLeasesResponse  # noqa: Y015
+
+@_typing.final
+class UnreachedWorker(_message.Message):
+    """A prefill worker whose leases are missing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    reason: _builtins.str
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnreachedWorker: _TypeAlias = UnreachedWorker  # noqa: Y015
+
+@_typing.final
+class AwaitedHandoffs(_message.Message):
+    """Requests of a decode worker that still need a handoff."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    HANDOFFS_FIELD_NUMBER: _builtins.int
+    decode_worker: _builtins.str
+    prefill_worker: _builtins.str
+    handoffs: _builtins.int
+    def __init__(
+        self,
+        *,
+        decode_worker: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        handoffs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "handoffs", b"handoffs", "prefill_worker", b"prefill_worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitedHandoffs: _TypeAlias = AwaitedHandoffs  # noqa: Y015
+
+@_typing.final
 class ListNodesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -578,11 +688,11 @@ class FleetEvent(_message.Message):
     at_ms: _builtins.int
     """Unix time."""
     kind: _builtins.str
-    """e.g. scale, cordon, drain, phase, autoscale, controller."""
+    """e.g. scale, cordon, drain, phase, autoscale, controller, key."""
     subject: _builtins.str
-    """A worker id, or fleet."""
+    """A worker id, an API key's id (never the key), or fleet."""
     actor: _builtins.str
-    """Who: the credential's name, or controller / autoscaler."""
+    """Who: the credential's name, controller / autoscaler, or local:USER for a command at the registry itself."""
     message: _builtins.str
     reason: _builtins.str
     """The caller's reason."""

@@ -50,6 +50,11 @@ class OperatorServiceStub:
                 request_serializer=genlock_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=genlock_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/genlock.v1.OperatorService/ListLeases',
+                request_serializer=genlock_dot_v1_dot_operator__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_operator__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/genlock.v1.OperatorService/ListNodes',
                 request_serializer=genlock_dot_v1_dot_operator__pb2.ListNodesRequest.SerializeToString,
@@ -157,6 +162,13 @@ class OperatorServiceServicer:
 
     def ListRequests(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLeases(self, request, context):
+        """Handoffs whose pages prefill workers keep: this gateway asks each of them.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -284,6 +296,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=genlock_dot_v1_dot_operator__pb2.ListRequestsRequest.FromString,
                     response_serializer=genlock_dot_v1_dot_operator__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=genlock_dot_v1_dot_operator__pb2.ListLeasesRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_operator__pb2.ListLeasesResponse.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -453,6 +470,33 @@ class OperatorService:
             '/genlock.v1.OperatorService/ListRequests',
             genlock_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
             genlock_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.OperatorService/ListLeases',
+            genlock_dot_v1_dot_operator__pb2.ListLeasesRequest.SerializeToString,
+            genlock_dot_v1_dot_operator__pb2.ListLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

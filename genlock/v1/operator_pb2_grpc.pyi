@@ -38,6 +38,8 @@ class OperatorServiceStub:
     GetFleet: _grpc.UnaryUnaryMultiCallable[_operator_pb2.GetFleetRequest, _operator_pb2.FleetView]
     """The fleet: what is wanted, what there is, and why it differs."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListRequestsRequest, _operator_pb2.ListRequestsResponse]
+    ListLeases: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListLeasesRequest, _operator_pb2.ListLeasesResponse]
+    """Handoffs whose pages prefill workers keep: this gateway asks each of them."""
     ListNodes: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListNodesRequest, _operator_pb2.ListNodesResponse]
     ListEvents: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.ListEventsResponse]
     WatchEvents: _grpc.UnaryStreamMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.FleetEvent]
@@ -70,6 +72,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     GetFleet: _aio.UnaryUnaryMultiCallable[_operator_pb2.GetFleetRequest, _operator_pb2.FleetView]  # type: ignore[assignment]
     """The fleet: what is wanted, what there is, and why it differs."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListRequestsRequest, _operator_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    ListLeases: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListLeasesRequest, _operator_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    """Handoffs whose pages prefill workers keep: this gateway asks each of them."""
     ListNodes: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListNodesRequest, _operator_pb2.ListNodesResponse]  # type: ignore[assignment]
     ListEvents: _aio.UnaryUnaryMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.ListEventsResponse]  # type: ignore[assignment]
     WatchEvents: _aio.UnaryStreamMultiCallable[_operator_pb2.ListEventsRequest, _operator_pb2.FleetEvent]  # type: ignore[assignment]
@@ -117,6 +121,14 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _operator_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.ListRequestsResponse, _abc.Awaitable[_operator_pb2.ListRequestsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListLeases(
+        self,
+        request: _operator_pb2.ListLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ListLeasesResponse, _abc.Awaitable[_operator_pb2.ListLeasesResponse]]:
+        """Handoffs whose pages prefill workers keep: this gateway asks each of them."""
 
     @_abc_1.abstractmethod
     def ListNodes(

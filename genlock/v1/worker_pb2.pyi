@@ -1197,6 +1197,111 @@ class PoolStatus(_message.Message):
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
+class WorkerLeasesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """Most leases; 0: 100."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLeasesRequest: _TypeAlias = WorkerLeasesRequest  # noqa: Y015
+
+@_typing.final
+class WorkerLeases(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Of all live ones."""
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """The oldest first; none of a decode worker."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLeases: _TypeAlias = WorkerLeases  # noqa: Y015
+
+@_typing.final
+class Lease(_message.Message):
+    """A handoff whose pages prefill keeps. Never a prompt, a page's name or a key; of ids that are passed between workers
+    only the beginning.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    PROMPT_PAGES_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    LEFT_MS_FIELD_NUMBER: _builtins.int
+    RENEWALS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The prefill worker."""
+    handoff: _builtins.str
+    """The first 8 hexadecimal digits of the handoff's id."""
+    ticket: _builtins.str
+    """The same of the ticket's."""
+    request: _builtins.str
+    """The gateway's id of the request; empty where the caller told none."""
+    phase: _builtins.str
+    """queued, prefill, or completed: all pages are promised, and decode is to pull them."""
+    pages: _builtins.int
+    """Promised so far."""
+    prompt_pages: _builtins.int
+    """Of the whole prompt."""
+    age_ms: _builtins.int
+    left_ms: _builtins.int
+    """Until the lease ends, unless it is renewed. 0 before `completed`: it is over and kept until then."""
+    renewals: _builtins.int
+    """How often decode has renewed it. Each promised page moves the end as well."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        handoff: _builtins.str = ...,
+        ticket: _builtins.str = ...,
+        request: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        pages: _builtins.int = ...,
+        prompt_pages: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+        left_ms: _builtins.int = ...,
+        renewals: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "handoff", b"handoff", "left_ms", b"left_ms", "pages", b"pages", "phase", b"phase", "prompt_pages", b"prompt_pages", "renewals", b"renewals", "request", b"request", "ticket", b"ticket", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -277,6 +277,11 @@ class WorkerServiceStub:
                 request_serializer=genlock_dot_v1_dot_worker__pb2.WorkerStatusRequest.SerializeToString,
                 response_deserializer=genlock_dot_v1_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.Leases = channel.unary_unary(
+                '/genlock.v1.WorkerService/Leases',
+                request_serializer=genlock_dot_v1_dot_worker__pb2.WorkerLeasesRequest.SerializeToString,
+                response_deserializer=genlock_dot_v1_dot_worker__pb2.WorkerLeases.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/genlock.v1.WorkerService/Drain',
                 request_serializer=genlock_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -289,6 +294,13 @@ class WorkerServiceServicer:
 
     def Status(self, request, context):
         """Facts for operators and the router; cheap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leases(self, request, context):
+        """Single leases, for operators; computed only when asked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -308,6 +320,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=genlock_dot_v1_dot_worker__pb2.WorkerStatusRequest.FromString,
                     response_serializer=genlock_dot_v1_dot_worker__pb2.WorkerStatus.SerializeToString,
+            ),
+            'Leases': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leases,
+                    request_deserializer=genlock_dot_v1_dot_worker__pb2.WorkerLeasesRequest.FromString,
+                    response_serializer=genlock_dot_v1_dot_worker__pb2.WorkerLeases.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -342,6 +359,33 @@ class WorkerService:
             '/genlock.v1.WorkerService/Status',
             genlock_dot_v1_dot_worker__pb2.WorkerStatusRequest.SerializeToString,
             genlock_dot_v1_dot_worker__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/genlock.v1.WorkerService/Leases',
+            genlock_dot_v1_dot_worker__pb2.WorkerLeasesRequest.SerializeToString,
+            genlock_dot_v1_dot_worker__pb2.WorkerLeases.FromString,
             options,
             channel_credentials,
             insecure,

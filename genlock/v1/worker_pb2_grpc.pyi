@@ -128,6 +128,8 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatusRequest, _worker_pb2.WorkerStatus]
     """Facts for operators and the router; cheap."""
+    Leases: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerLeasesRequest, _worker_pb2.WorkerLeases]
+    """Single leases, for operators; computed only when asked."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Stops admission; running requests go on. Returns when idle or at the deadline of the call."""
 
@@ -136,6 +138,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     """Facts for operators and the router; cheap."""
+    Leases: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerLeasesRequest, _worker_pb2.WorkerLeases]  # type: ignore[assignment]
+    """Single leases, for operators; computed only when asked."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops admission; running requests go on. Returns when idle or at the deadline of the call."""
 
@@ -147,6 +151,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.WorkerStatus, _abc.Awaitable[_worker_pb2.WorkerStatus]]:
         """Facts for operators and the router; cheap."""
+
+    @_abc_1.abstractmethod
+    def Leases(
+        self,
+        request: _worker_pb2.WorkerLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WorkerLeases, _abc.Awaitable[_worker_pb2.WorkerLeases]]:
+        """Single leases, for operators; computed only when asked."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -98,6 +98,7 @@ async def told_of_requests(cluster: ProbeCluster) -> list[str]:
     assert (one.server_id, one.request_id) == (first.server_id, "a-label")
     for name in (first.server_id, "a-label"):
         await ask("DescribeRequest", operator_pb2.DescribeRequestRequest(request_id=name))
+    assert (await ask("ListLeases", operator_pb2.ListLeasesRequest())).unreached == []
     restart = operator_pb2.RestartRequest(worker="decode-0", force=True, deadline_ms=1)
     await ask("Restart", restart)
     with pytest.raises(Exception) as cut:

@@ -245,7 +245,7 @@ CALLERS = {
     hashlib.sha256(b"op").digest(): Caller("ops", operator=True),
     hashlib.sha256(b"app").digest(): Caller("acme"),
 }
-READS = ("GetFleet", "ListNodes", "ListEvents", "ListRequests", "GetAutoscale", "ExplainAutoscale")
+READS = ("GetFleet", "ListNodes", "ListEvents", "ListRequests", "ListLeases", "GetAutoscale", "ExplainAutoscale")
 
 
 async def test_only_operators_see_and_change_the_fleet() -> None:

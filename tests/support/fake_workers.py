@@ -178,6 +178,7 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.incarnation = secrets.randbits(62) | 1
         self.step_age_ms = 0
         self.status_delay_s = 0.0
+        self.leases = worker_pb2.WorkerLeases()
         self.endpoint = ""
         self._cut = asyncio.Event()
         self._handlers: set[asyncio.Task[object] | None] = set()
@@ -254,6 +255,9 @@ class FakeWorker(worker_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             layout_fingerprint="layout",
             pool=worker_pb2.PoolStatus(pages=10, free=10),
         )
+
+    async def Leases(self, request, context):
+        return self.leases
 
     async def Drain(self, request, context):
         self.draining = True

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 
 from cluster.autoscale.decide import Counts
 from cluster.autoscale.fleet import ModelFleet, Speeds
+from cluster.autoscale.plot import figure_of
 from cluster.autoscale.policy import Mode, Policy, leaves, policy_from, text_of
 from cluster.autoscale.simulate import compare, fixed_splits, run_policy
 from cluster.autoscale.traces import NAMES, Arrival, Trace, drawn, parse
@@ -154,6 +156,11 @@ def test_simulate_prints_both_fleets(tmp_path, capsys) -> None:
     assert run(["autoscale", "simulate", "--trace", str(trace), "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["requests"] == 200
+    policy = tree["policy"]
+    assert {name: type(value) for name, value in policy.items() if not isinstance(value, int | float)} == {"mode": str}
+    shown = (policy["mode"], policy["slo.ttft_ms"], policy["prefill.high"], policy["to_zero.enabled"])
+    assert shown == ("slo", 2000.0, 8, False)
+    assert {name: str(value) for name, value in policy.items()} == leaves(Policy())
     assert tree["autoscaled"]["attainment"] == 1.0
     assert {"prefill", "decode", "attainment"} <= set(tree["fixed"])
     assert math.isfinite(tree["fixed"]["gpu_hours"])
@@ -175,3 +182,22 @@ def test_a_field_that_is_not_there_is_answered_by_those_that_are(text: str, told
     with pytest.raises(InvalidInput) as caught:
         policy_from(text)
     assert told in caught.value.message
+
+
+def test_the_marks_of_a_plot_s_legends_can_be_seen() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
+
+    trace = Trace("short", tuple(Arrival(n / 2, 900, 20) for n in range(200)))
+    canvas = FigureCanvasAgg(figure_of(compare(Policy(), trace, Speeds()), trace))
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3] / 255  # the lowest row first, as matplotlib counts
+    marks = 0
+    for axes in canvas.figure.axes[1:]:
+        for handle in axes.get_legend().legend_handles:
+            left, low, right, high = (round(value) for value in handle.get_window_extent().padded(3).extents)
+            near = np.abs(pixels[low:high, left:right] - to_rgb(handle.get_color())).max(axis=2) < 0.1
+            assert near.sum() >= 10, handle.get_label()
+            marks += 1
+    assert marks == 6

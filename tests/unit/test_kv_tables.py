@@ -79,6 +79,18 @@ def test_deadlines_move_forward_only_and_end_at_their_millisecond() -> None:
     assert table.expired(1150) == (b"h",)
 
 
+def test_the_oldest_leases_are_those_granted_first_whatever_moved_since() -> None:
+    table = leases(3)
+    for at, name in enumerate((b"a", b"b", b"c")):
+        table.grant(name, at)
+    table.renew(b"a", 50)
+    table.renew(b"a", 60)
+    table.add(b"b", (ref(0),), 70)
+    told = [(one.handoff_id, one.granted_ms, one.deadline_ms, one.renewals, one.refs) for one in table.oldest(2)]
+    assert told == [(b"a", 0, 160, 2, ()), (b"b", 1, 170, 0, (ref(0),))]
+    assert [len(table.oldest(limit)) for limit in (-1, 0, 3, 9)] == [0, 0, 3, 3]
+
+
 @pytest.mark.parametrize("field", ["lease_ms", "max_leases"])
 def test_impossible_lease_tables_are_refused(field: str) -> None:
     with pytest.raises(InvalidInput) as caught:

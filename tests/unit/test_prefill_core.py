@@ -56,6 +56,28 @@ def test_the_queue_and_the_leases_are_bounded():
     side.submit(prompt(9, 3))
 
 
+def test_leases_are_told_the_oldest_first_with_how_far_each_is():
+    side = PrefillSide(slots=8, limits=PrefillLimits(chunk_tokens=T, max_running=1, lease_ms=100))
+    done = side.submit(prompt(0, 2 * T + 1))
+    side.run()
+    side.now = 30
+    half, waits = side.submit(prompt(50, 2 * T)), side.submit(prompt(90, 1))
+    side.step()
+    side.core.renew(half.handoff_id, 40)
+    told = side.core.oldest_leases(9, 50)
+    assert [one.handoff_id for one in told] == [seq.handoff_id for seq in (done, half, waits)]
+    assert {one.ticket_id for one in told} == {b"ticket-of-a-test"}
+    facts = [(one.phase, one.pages, one.prompt_pages, one.age_ms, one.left_ms, one.renewals) for one in told]
+    assert facts == [("completed", 3, 3, 50, 50, 0), ("prefill", 1, 2, 20, 90, 1), ("queued", 0, 1, 20, 80, 0)]
+    assert [one.left_ms for one in side.core.oldest_leases(9, 1000)] == [0, 0, 0]
+    assert side.core.oldest_leases(1, 50) == told[:1]
+    for seq in (done, half, waits):
+        side.core.cancel(seq.request_no)
+    assert side.core.oldest_leases(9, 50) == ()
+    side.core.evict_all()
+    side.require_baseline()
+
+
 def test_a_submission_that_fails_half_way_leaves_no_lease():
     side = PrefillSide()
     with pytest.raises(OverflowError):
