@@ -68,17 +68,16 @@ class Greeting(asyncio.Protocol):
         self._ended = True
 
     async def _greet(self, plain: asyncio.Transport) -> None:
-        lobby = self._lobby
+        lobby, secure = self._lobby, None
         try:
             secure = await asyncio.get_running_loop().start_tls(
                 plain, self, lobby.context, server_side=True, ssl_handshake_timeout=lobby.greeting_s
             )
-        except OSError:  # also what is no TLS, what took too long, and who went away
-            plain.abort()
-            return
-        except asyncio.CancelledError:
-            plain.abort()
-            raise
+        except OSError:
+            return  # it is no TLS, it took too long, or the client went away
+        finally:
+            if secure is None:
+                plain.abort()
         if secure is None or self._ended:
             plain.abort()
             return

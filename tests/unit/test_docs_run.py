@@ -38,9 +38,32 @@ EXCEPTED: dict[str, tuple[str, str]] = {
         "behind the emulated API there is no pod to which a stream could go; the ports are the Service's",
         "tests/deploy/test_rules.py",
     ),
-    "ray up deploy/bare-metal/cluster.yaml": (
-        "it logs in to five machines by ssh; the file is judged by Ray's own schema, and what it starts there is run",
-        "tests/deploy/test_bare_metal.py::test_ray_takes_the_cluster_file",
+    **dict.fromkeys(
+        (
+            "genlock up --config cluster.yaml",
+            "genlock gateway --config cluster.yaml --port 50052",
+            "genlock status --endpoint 127.0.0.1:50052",
+        ),
+        (
+            "two processes that stay in the foreground, and a third that asks one of them",
+            "tests/integration/test_registry.py::"
+            "test_two_gateway_processes_serve_the_same_workers_and_one_outlives_the_other",
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            "curl http://127.0.0.1:9464/metrics",
+            "curl http://127.0.0.1:9464/targets",
+            "curl http://127.0.0.1:9466/metrics",
+        ),
+        (
+            "ports that are off by default, of processes that run for it alone",
+            "tests/integration/test_telemetry_processes.py::test_every_process_tells_what_it_does_and_quotes_nobody",
+        ),
+    ),
+    "genlock sim --seeds 0:2000 --controls": (
+        "it takes minutes; each control is played until its law breaks",
+        "tests/sim/test_sim_controls.py::test_without_a_check_a_law_breaks",
     ),
 }
 

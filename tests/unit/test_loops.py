@@ -50,6 +50,7 @@ ENDING = {
     "cluster/launch/ray_launcher.py _begin_watch": "a wait for a worker's end; it catches everything",
     "cluster/launch/up.py _load_all": "starts in a task group, awaited",
     "cluster/openai/app.py __call__": "a request and its watch, awaited",
+    "cluster/openai/lobby.py connection_made": "one greeting; what is raised in it ends that connection",
     "cluster/openai/server.py start": "the HTTP server: where it ends its port is closed, and probes see it",
     "decode/pull.py run": "one handoff's halves, awaited together",
     "decode/pull.py _wait": "one handoff's end, awaited",
