@@ -45,16 +45,13 @@ class LeaseTable:
     def add(self, handoff_id: bytes, refs: tuple[PageRef, ...], now_ms: int) -> None:
         """Promises more pages; moves the deadline."""
         lease = self._get(handoff_id)
-        self._leases[handoff_id] = replace(
-            lease, refs=lease.refs + refs, deadline_ms=max(lease.deadline_ms, now_ms + self.lease_ms)
-        )
+        self._leases[handoff_id] = replace(lease, refs=lease.refs + refs, deadline_ms=self._moved(lease, now_ms))
 
     def renew(self, handoff_id: bytes, now_ms: int) -> None:
         """Moves the deadline, never back."""
         lease = self._get(handoff_id)
-        self._leases[handoff_id] = replace(
-            lease, deadline_ms=max(lease.deadline_ms, now_ms + self.lease_ms), renewals=lease.renewals + 1
-        )
+        renewals = lease.renewals + 1
+        self._leases[handoff_id] = replace(lease, deadline_ms=self._moved(lease, now_ms), renewals=renewals)
 
     def end(self, handoff_id: bytes) -> tuple[PageRef, ...]:
         """Removes a lease and returns the pages that it kept."""
@@ -73,6 +70,10 @@ class LeaseTable:
     def oldest(self, limit: int) -> tuple[Lease, ...]:
         """At most so many live leases, in the order of their grants. Safe from any thread."""
         return tuple(self._leases.values())[: max(0, limit)]
+
+    def _moved(self, lease: Lease, now_ms: int) -> int:
+        """The deadline of a lease that is wanted for longer: never one that is nearer."""
+        return max(lease.deadline_ms, now_ms + self.lease_ms)
 
     def _get(self, handoff_id: bytes) -> Lease:
         lease = self._leases.get(handoff_id)

@@ -166,7 +166,7 @@ class PrefillCore(Generic[T]):
         return tuple(
             LeaseFacts(
                 lease.handoff_id, seq.ticket.ticket_id, _phase(seq), len(lease.refs), len(seq.keys),
-                max(0, now_ms - lease.granted_ms), max(0, lease.deadline_ms - now_ms), lease.renewals,
+                elapsed_ms(lease.granted_ms, now_ms), max(0, lease.deadline_ms - now_ms), lease.renewals,
             )
             for lease, seq in found if seq is not None  # else it ended a moment ago
         )  # fmt: skip

@@ -8,14 +8,13 @@ import heapq
 from collections.abc import Iterable
 
 from cluster.gateway.fleet import WorkerRecord
+from cluster.gateway.peers import MAX_DETAIL_CHARS
 from cluster.gateway.state import GatewayState
 from cluster.roles import Role
 from genlock.v1 import operator_pb2 as pb
 from genlock.v1 import worker_pb2
 from wire.calls import answer
 from wire.errors import surprise
-
-MAX_DETAIL_CHARS = 256
 
 Told = worker_pb2.WorkerLeases | pb.UnreachedWorker
 

@@ -200,7 +200,6 @@ class DecodeSession:
     def _turned_away(self) -> None:
         """The worker has ended the session well: it stops, and none of its requests was open. What it told nothing of
         was on its way to a door that had shut, and can be served elsewhere."""
-        self.over = True
         for call_no, call in list(self._calls.items()):
             if not call.begun:
                 del self._calls[call_no]

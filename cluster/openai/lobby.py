@@ -76,10 +76,9 @@ class Greeting(asyncio.Protocol):
         except OSError:
             return  # it is no TLS, it took too long, or the client went away
         finally:
-            if secure is None:
+            if secure is None or self._ended:
                 plain.abort()
         if secure is None or self._ended:
-            plain.abort()
             return
         secure.set_protocol(self._connection)
         self._connection.connection_made(secure)
